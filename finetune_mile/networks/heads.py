@@ -1,0 +1,60 @@
+"""The classifier on top of a trunk: found, made anew, and told apart from the rest."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+
+from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
+from finetune_mile.problems import Problem
+
+HeadBias = Literal["zero", "prior"]
+
+
+def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
+    """A network without a head, with random weights: one of ours, or `timm:NAME`."""
+    shape = parse_arch(arch)
+    if shape is not None:
+        return ResNet(shape, padding=padding)
+    if not arch.startswith("timm:"):
+        raise Problem(
+            f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, resnet18-cifar, resnet-demo, "
+            "... or timm:NAME"
+        )
+    import timm
+
+    name = arch.removeprefix("timm:")
+    if not timm.is_model(name):
+        near = ", ".join(timm.list_models(f"*{name}*")[:3])
+        raise Problem(f"--arch {arch}: timm has no model {name!r}" + (f"; near: {near}" if near else ""))
+    network: nn.Module = timm.create_model(name, pretrained=False, num_classes=0)
+    return network
+
+
+def new_head(network: nn.Module, num_classes: int, bias: HeadBias) -> None:
+    """Put a fresh linear classifier on a trunk, in place.
+
+    Args:
+        network: a trunk of `build`.
+        num_classes: C.
+        bias: `prior` starts every sigmoid at about 1 / C (bias -log C); `zero` starts it at one half.
+    """
+    if isinstance(network, ResNet):
+        network.fc = nn.Linear(network.num_features, num_classes)
+    else:
+        network.reset_classifier(num_classes)  # type: ignore[operator]
+    head = get_head(network)
+    with torch.no_grad():
+        head.weight.normal_(std=0.01)
+        head.bias.fill_(-math.log(num_classes) if bias == "prior" else 0.0)
+
+
+def get_head(network: nn.Module) -> nn.Linear:
+    """The linear layer that makes the logits."""
+    head = network.fc if isinstance(network, ResNet) else network.get_classifier()  # type: ignore[operator]
+    if not isinstance(head, nn.Linear):
+        raise Problem(f"the classifier of {type(network).__name__} is a {type(head).__name__}, not a linear layer")
+    return head

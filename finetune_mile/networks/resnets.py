@@ -1,0 +1,295 @@
+"""ResNets in torchvision's names: one class for every flavour that checkpoints come in.
+
+B batch, C channels or classes, D features, H and W height and width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Padding = Literal["torch", "tf", "same"]
+Stem = Literal["imagenet", "cifar", "cifar-pad2", "deep"]
+
+DEPTHS: dict[int, tuple[Literal["basic", "bottleneck"], tuple[int, ...]]] = {
+    18: ("basic", (2, 2, 2, 2)),
+    34: ("basic", (3, 4, 6, 3)),
+    50: ("bottleneck", (3, 4, 6, 3)),
+    101: ("bottleneck", (3, 4, 23, 3)),
+    152: ("bottleneck", (3, 8, 36, 3)),
+    200: ("bottleneck", (3, 24, 36, 3)),
+}
+SK_RATIO = 0.0625  # SimCLR-v2: channels of the attention path, at least 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arch:
+    """A ResNet's shape: everything that its name says, and nothing that its weights do not show."""
+
+    block: Literal["basic", "bottleneck"]
+    layers: tuple[int, ...]
+    width: int = 64  # channels of the first stage: 64 times the width multiplier
+    stem: Stem = "imagenet"
+    sk: bool = False  # SimCLR-v2's selective kernels (with its stem and its pooled shortcuts)
+    pooled_shortcut: bool = False  # ResNet-D: average-pool, then a 1x1 convolution with stride 1
+    project_first: bool = False  # SimCLR and haiku ResNet-18/34: a 1x1 shortcut also in layer1.0
+    norm: Literal["batch", "group"] = "batch"
+
+    @property
+    def num_features(self) -> int:
+        """D, the size of the pooled features."""
+        out = self.width * 2 ** (len(self.layers) - 1)
+        return out * (4 if self.block == "bottleneck" else 1)
+
+
+DEMO = Arch(block="basic", layers=(1, 1, 1), width=32, stem="cifar")
+_SUFFIX: dict[str, dict[str, object]] = {
+    "sk": {"sk": True, "stem": "deep", "pooled_shortcut": True},
+    "d": {"stem": "deep", "pooled_shortcut": True},
+    "cifar": {"stem": "cifar"},
+    "cifar2": {"stem": "cifar-pad2"},
+    "proj": {"project_first": True},
+    "gn": {"norm": "group"},
+}
+
+
+def parse_arch(name: str) -> Arch | None:
+    """The shape behind `resnet50`, `resnet50w2`, `resnet50-sk`, `resnet18-cifar`, ...; None if it is no such name.
+
+    The parts after a dash: `sk` selective kernels, `d` ResNet-D, `cifar` a 3x3 stem without pooling (`cifar2`: with
+    solo-learn's padding of 2), `proj` a projection in layer1.0 of a ResNet-18/34, `gn` group instead of batch norm.
+    """
+    base, *suffixes = name.split("-")
+    if name.startswith("resnet-demo"):
+        arch, suffixes = DEMO, name.removeprefix("resnet-demo").strip("-").split("-")
+        suffixes = [s for s in suffixes if s]
+    else:
+        found = re.fullmatch(r"resnet(\d+)(?:w(\d+))?", base)
+        if found is None or int(found[1]) not in DEPTHS:
+            return None
+        block, layers = DEPTHS[int(found[1])]
+        arch = Arch(block=block, layers=layers, width=64 * int(found[2] or 1))
+    for suffix in suffixes:
+        if suffix not in _SUFFIX:
+            return None
+        arch = replace(arch, **_SUFFIX[suffix])  # type: ignore[arg-type]
+    return arch
+
+
+def name_arch(arch: Arch) -> str:
+    """The inverse of `parse_arch`."""
+    suffixes = [s for s, part in _SUFFIX.items() if all(getattr(arch, k) == v for k, v in part.items())]
+    if arch.sk:
+        suffixes.remove("d")  # the selective-kernel form implies it
+    if (arch.block, arch.layers, arch.width) == (DEMO.block, DEMO.layers, DEMO.width):
+        base = "resnet-demo"
+        suffixes.remove("cifar")
+    else:
+        depth = next(d for d, shape in DEPTHS.items() if shape == (arch.block, arch.layers))
+        base = f"resnet{depth}" + (f"w{arch.width // 64}" if arch.width != 64 else "")
+    return "-".join([base, *suffixes])
+
+
+# ------------------------------------------------------------------------------------------- padding
+
+
+def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
+    """Zero-pad (B, C, H, W) as TensorFlow's SAME does: the odd cell goes to the bottom and the right."""
+    height, width = (
+        max((-(-n // stride) - 1) * stride + kernel - n, 0) for n in (x.shape[-2], x.shape[-1])
+    )
+    return F.pad(x, (width // 2, width - width // 2, height // 2, height - height // 2))
+
+
+class SameConv2d(nn.Conv2d):
+    """A convolution with SAME padding, as in haiku: on even maps it differs from torch's symmetric one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Args: x (B, C, H, W)."""  # noqa: D402
+        return super().forward(pad_same(x, self.kernel_size[0], self.stride[0]))
+
+
+class SameMaxPool2d(nn.MaxPool2d):
+    """3x3 max-pooling with stride 2 and SAME padding; zeros are right, the input comes out of a ReLU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Args: x (B, C, H, W), not negative."""  # noqa: D402
+        return super().forward(pad_same(x, 3, 2))
+
+
+class TFShortcutPool(nn.Module):
+    """SimCLR-v2's 2x2 average before a shortcut: at stride 1 TF leaves cells outside the map out of the mean."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, C, H / stride, W / stride)."""
+        # A repeated last row and column gives the mean over the valid cells of a 2x2 window exactly.
+        padded = F.pad(x, (0, 1, 0, 1), mode="replicate" if self.stride == 1 else "constant")
+        return F.avg_pool2d(padded, 2, self.stride)
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int, padding: Padding) -> nn.Conv2d:
+    if padding == "same" and stride > 1:
+        return SameConv2d(inputs, outputs, kernel, stride, bias=False)
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+
+
+def _norm(arch: Arch, channels: int) -> nn.Module:
+    return nn.BatchNorm2d(channels) if arch.norm == "batch" else nn.GroupNorm(8, channels)
+
+
+# -------------------------------------------------------------------------------------------- blocks
+
+
+class SelectiveKernel(nn.Module):
+    """SimCLR-v2's selective kernel: two 3x3 branches, mixed by a softmax over them for each channel."""
+
+    def __init__(self, channels: int, stride: int, padding: Padding) -> None:
+        super().__init__()
+        squeezed = max(int(channels * SK_RATIO), 32)
+        self.conv = _conv(channels, 2 * channels, 3, stride, padding)
+        self.bn = nn.BatchNorm2d(2 * channels)
+        self.down = nn.Conv2d(channels, squeezed, 1, bias=False)
+        self.down_bn = nn.BatchNorm2d(squeezed)
+        self.up = nn.Conv2d(squeezed, 2 * channels, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, C, H / stride, W / stride)."""
+        branches = F.relu(self.bn(self.conv(x))).unflatten(1, (2, -1))  # (B, 2, C, H, W)
+        context = branches.sum(1).mean((2, 3), keepdim=True)
+        mix = self.up(F.relu(self.down_bn(self.down(context)))).unflatten(1, (2, -1)).softmax(1)
+        return (branches * mix).sum(1)
+
+
+class Block(nn.Module):
+    """A residual block, basic (two 3x3) or bottleneck (1x1, 3x3 with the stride, 1x1)."""
+
+    def __init__(self, arch: Arch, inputs: int, channels: int, stride: int, padding: Padding) -> None:
+        super().__init__()
+        outputs = channels * (4 if arch.block == "bottleneck" else 1)
+        self.relu = nn.ReLU(inplace=True)
+        if arch.block == "basic":
+            self.conv1 = _conv(inputs, channels, 3, stride, padding)
+            self.bn1 = _norm(arch, channels)
+            self.conv2: nn.Module = _conv(channels, channels, 3, 1, padding)
+            self.bn2 = _norm(arch, channels)
+        else:
+            self.conv1 = _conv(inputs, channels, 1, 1, padding)
+            self.bn1 = _norm(arch, channels)
+            if arch.sk:
+                self.conv2 = SelectiveKernel(channels, stride, padding)
+            else:
+                self.conv2 = _conv(channels, channels, 3, stride, padding)
+                self.bn2 = _norm(arch, channels)
+            self.conv3 = _conv(channels, outputs, 1, 1, padding)
+            self.bn3 = _norm(arch, outputs)
+        self.downsample: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, inputs, H, W) to (B, outputs, H / stride, W / stride)."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.conv2(y)
+        if hasattr(self, "conv3"):
+            y = self.relu(self.bn2(y)) if hasattr(self, "bn2") else y
+            y = self.bn3(self.conv3(y))
+        else:
+            y = self.bn2(y)
+        return self.relu(y + shortcut)
+
+
+def _shortcut(arch: Arch, inputs: int, outputs: int, stride: int, padding: Padding) -> nn.Sequential:
+    if not arch.pooled_shortcut:
+        return nn.Sequential(_conv(inputs, outputs, 1, stride, padding), _norm(arch, outputs))
+    pool: nn.Module
+    if padding == "tf":
+        pool = TFShortcutPool(stride)
+    elif stride == 1:
+        pool = nn.Identity()
+    else:
+        pool = nn.AvgPool2d(2, stride, ceil_mode=True, count_include_pad=False)
+    return nn.Sequential(pool, _conv(inputs, outputs, 1, 1, padding), _norm(arch, outputs))
+
+
+class ResNet(nn.Module):
+    """A ResNet whose parameters carry torchvision's names.
+
+    `padding` is the convention of the framework that made the weights: `torch` (symmetric), `tf` (SimCLR: SAME in the
+    pooling layers only) or `same` (haiku: SAME everywhere). It has no parameters, so only outputs show a wrong choice.
+    """
+
+    def __init__(self, arch: Arch, num_classes: int | None = None, padding: Padding = "torch") -> None:
+        super().__init__()
+        self.arch, self.padding = arch, padding
+        self.num_features = arch.num_features
+        self.conv1 = self._stem(arch, padding)
+        self.bn1 = _norm(arch, arch.width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool: nn.Module = nn.MaxPool2d(3, 2, padding=1)
+        if padding != "torch":
+            self.maxpool = SameMaxPool2d(3, 2)
+        if arch.stem.startswith("cifar"):
+            self.maxpool = nn.Identity()
+        inputs = arch.width
+        for stage, depth in enumerate(arch.layers):
+            layer = self._stage(arch, inputs, stage, depth, padding)
+            self.add_module(f"layer{stage + 1}", layer)
+            inputs = arch.width * 2**stage * (4 if arch.block == "bottleneck" else 1)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.proj: nn.Module = nn.Identity()  # SimCLR-v2's first projection layer, where one is kept
+        self.fc: nn.Module = nn.Identity() if num_classes is None else nn.Linear(inputs, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    @staticmethod
+    def _stem(arch: Arch, padding: Padding) -> nn.Module:
+        width = arch.width
+        if arch.stem == "imagenet":
+            return _conv(3, width, 7, 2, padding)
+        if arch.stem == "deep":
+            return nn.Sequential(
+                OrderedDict(
+                    [
+                        ("0", _conv(3, width // 2, 3, 2, padding)),
+                        ("1", _norm(arch, width // 2)),
+                        ("2", nn.ReLU(inplace=True)),
+                        ("3", _conv(width // 2, width // 2, 3, 1, padding)),
+                        ("4", _norm(arch, width // 2)),
+                        ("5", nn.ReLU(inplace=True)),
+                        ("6", _conv(width // 2, width, 3, 1, padding)),
+                    ]
+                )
+            )
+        return nn.Conv2d(3, width, 3, padding=2 if arch.stem == "cifar-pad2" else 1, bias=False)
+
+    @staticmethod
+    def _stage(arch: Arch, inputs: int, stage: int, depth: int, padding: Padding) -> nn.Sequential:
+        channels = arch.width * 2**stage
+        outputs = channels * (4 if arch.block == "bottleneck" else 1)
+        blocks = []
+        for index in range(depth):
+            stride = 2 if stage > 0 and index == 0 else 1
+            block = Block(arch, inputs, channels, stride, padding)
+            if index == 0 and (stride > 1 or inputs != outputs or arch.project_first):
+                block.downsample = _shortcut(arch, inputs, outputs, stride, padding)
+            blocks.append(block)
+            inputs = outputs
+        return nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, 3, H, W) to logits (B, C), or to features (B, D) where there is no head."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        for stage in range(len(self.arch.layers)):
+            x = self.get_submodule(f"layer{stage + 1}")(x)
+        out: Tensor = self.fc(self.proj(torch.flatten(self.avgpool(x), 1)))
+        return out

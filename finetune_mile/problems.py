@@ -1,0 +1,16 @@
+"""The one exception for what a user can mend: bad flags, files, recipes, data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Problem(Exception):
+    """One clear sentence (or several problems at once) that names the flag or file and the fix.
+
+    The commands print it without a traceback and exit with 2. Anything else that is raised is our own bug.
+    """
+
+    def __init__(self, *sentences: str) -> None:
+        super().__init__("\n".join(sentences))
+        self.sentences: Sequence[str] = sentences
