@@ -1,1 +1,1 @@
-""""""
+"""Weights in and out."""

@@ -82,3 +82,9 @@ def find_card(name: str) -> Card:
             f"--init {name}: no such file, and no card of that name{hint} (`finetune-mile weights ls` lists them)"
         )
     return read_card(cards[name])
+
+
+def check_init(init: str) -> None:
+    """Raise if `--init` cannot be anything: fast, before torch is imported."""
+    if init != "none" and not init.startswith("timm:") and not Path(init).exists():
+        find_card(init)

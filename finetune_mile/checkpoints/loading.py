@@ -64,7 +64,11 @@ def load_network(
     reset = tuple(sorted(set(network.state_dict()) - set(loaded)))
     new_head(network, num_classes, head_bias)
     report = LoadReport(
-        format=card.format or "none", why=f"card {card.name}", arch=name, loaded=loaded,
-        reset=(*reset, "fc.weight", "fc.bias"), dropped=(),
+        format=card.format or "none",
+        why=f"card {card.name}",
+        arch=name,
+        loaded=loaded,
+        reset=(*reset, "fc.weight", "fc.bias"),
+        dropped=(),
     )
     return network, card, report

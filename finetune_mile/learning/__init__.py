@@ -1,1 +1,1 @@
-""""""
+"""The method: phases, targets, losses, roles, and the one loop that plays them."""

@@ -44,11 +44,11 @@ class Arch:
     @property
     def num_features(self) -> int:
         """D, the size of the pooled features."""
-        out = self.width * 2 ** (len(self.layers) - 1)
+        out = self.width << (len(self.layers) - 1)
         return out * (4 if self.block == "bottleneck" else 1)
 
 
-DEMO = Arch(block="basic", layers=(1, 1, 1), width=32, stem="cifar")
+DEMO = Arch(block="basic", layers=(1, 1, 1, 1), width=16, stem="cifar")
 _SUFFIX: dict[str, dict[str, object]] = {
     "sk": {"sk": True, "stem": "deep", "pooled_shortcut": True},
     "d": {"stem": "deep", "pooled_shortcut": True},
@@ -101,9 +101,7 @@ def name_arch(arch: Arch) -> str:
 
 def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
     """Zero-pad (B, C, H, W) as TensorFlow's SAME does: the odd cell goes to the bottom and the right."""
-    height, width = (
-        max((-(-n // stride) - 1) * stride + kernel - n, 0) for n in (x.shape[-2], x.shape[-1])
-    )
+    height, width = (max((-(-n // stride) - 1) * stride + kernel - n, 0) for n in (x.shape[-2], x.shape[-1]))
     return F.pad(x, (width // 2, width - width // 2, height // 2, height - height // 2))
 
 
@@ -111,7 +109,7 @@ class SameConv2d(nn.Conv2d):
     """A convolution with SAME padding, as in haiku: on even maps it differs from torch's symmetric one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Args: x (B, C, H, W)."""  # noqa: D402
+        """Args: x (B, C, H, W)."""
         return super().forward(pad_same(x, self.kernel_size[0], self.stride[0]))
 
 
@@ -119,8 +117,9 @@ class SameMaxPool2d(nn.MaxPool2d):
     """3x3 max-pooling with stride 2 and SAME padding; zeros are right, the input comes out of a ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Args: x (B, C, H, W), not negative."""  # noqa: D402
-        return super().forward(pad_same(x, 3, 2))
+        """Args: x (B, C, H, W), not negative."""
+        pooled: Tensor = super().forward(pad_same(x, 3, 2))
+        return pooled
 
 
 class TFShortcutPool(nn.Module):
@@ -167,7 +166,8 @@ class SelectiveKernel(nn.Module):
         branches = F.relu(self.bn(self.conv(x))).unflatten(1, (2, -1))  # (B, 2, C, H, W)
         context = branches.sum(1).mean((2, 3), keepdim=True)
         mix = self.up(F.relu(self.down_bn(self.down(context)))).unflatten(1, (2, -1)).softmax(1)
-        return (branches * mix).sum(1)
+        mixed: Tensor = (branches * mix).sum(1)
+        return mixed
 
 
 class Block(nn.Module):
@@ -204,7 +204,8 @@ class Block(nn.Module):
             y = self.bn3(self.conv3(y))
         else:
             y = self.bn2(y)
-        return self.relu(y + shortcut)
+        out: Tensor = self.relu(y + shortcut)
+        return out
 
 
 def _shortcut(arch: Arch, inputs: int, outputs: int, stride: int, padding: Padding) -> nn.Sequential:

@@ -1,1 +1,1 @@
-""""""
+"""One small file for each family of checkpoint formats."""

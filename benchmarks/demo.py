@@ -1,0 +1,104 @@
+"""The demo's three methods over three seeds, as a table and a picture: docs/demo.md and docs/demo.png.
+
+python benchmarks/demo.py                # about six minutes on two cores; --jobs 1 for one at a time
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS, SEEDS = ("softmax", "sigmoid", "mile"), (0, 1, 2)
+COLUMNS = ("f1@0.25", "f1@0.5", "f1@best", "lrap", "accuracy", "coverage@0.25")
+
+
+def one(job: tuple[str, int, Path]) -> dict[str, Any]:
+    """Run a method with a seed, unless its results are there; one thread, so that two fit beside each other."""
+    method, seed, folder = job
+    out = folder / f"{method}-{seed}"
+    if not (out / "results.json").is_file():
+        flags = ["--data", "demo", "--method", method, "--seed", str(seed), "--out", str(out), "--overwrite"]
+        subprocess.run(
+            [sys.executable, str(ROOT / "finetune_mile/run.py"), *flags], check=True, capture_output=True,
+            env=os.environ | {"FINETUNE_MILE_THREADS": "1"},
+        )  # fmt: skip
+    results: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return results
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown: mean and standard deviation over seeds."""
+    lines = ["| method | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for method, runs in results.items():
+        cells = []
+        for column in COLUMNS:
+            values = [run[column] for run in runs]
+            cells.append(f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}")
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    trivial = results["mile"][0]["trivial_f1"]
+    return "\n".join(lines) + f"\n\nThe best constant prediction (all ten digits) has F1 {trivial:.2f}.\n"
+
+
+def picture(folder: Path, path: Path) -> None:
+    """Eight validation grids, and what sigmoid and MILe (seed 0) find in each."""
+    import numpy as np
+    import torch
+    from matplotlib.figure import Figure
+
+    from finetune_mile.checkpoints.exporting import read_export
+    from finetune_mile.images.pipeline import normalise
+    from finetune_mile.images.sources.demo import load
+
+    val = load("").val
+    assert val.truth is not None
+    picked = list(range(8))
+    images = torch.stack([val.read(i) for i in picked])
+    found = {}
+    for method in ("sigmoid", "mile"):
+        network, config = read_export(folder / f"{method}-0")
+        mean, std = (torch.tensor(config[k]).view(3, 1, 1) for k in ("mean", "std"))
+        with torch.no_grad():
+            found[method] = network(normalise(images, mean, std)).sigmoid()
+    figure = Figure(figsize=(11, 2.6), layout="constrained")
+    for column, index in enumerate(picked):
+        axis = figure.add_subplot(1, len(picked), column + 1)
+        axis.imshow(np.asarray(images[column].permute(1, 2, 0)), interpolation="nearest")
+        axis.set_xticks([])
+        axis.set_yticks([])
+        axis.set_title(f"given: {int(val.given[index])}", fontsize=10)
+        sets = [[d for d in range(10) if found[m][column, d] > 0.25] for m in ("sigmoid", "mile")]
+        wrong = [d for d in sets[1] if not val.truth[index, d]]
+        text = f"sigmoid  {' '.join(map(str, sets[0])) or '-'}\nMILe  {' '.join(map(str, sets[1])) or '-'}"
+        axis.set_xlabel(text + (f"\nnot there: {' '.join(map(str, wrong))}" if wrong else ""), fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Run what is missing, then write the page and the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs/benchmark-demo")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    jobs = [(method, seed, options.runs) for method in METHODS for seed in SEEDS]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        done = list(track(pool.map(one, jobs), total=len(jobs), description="demo runs"))
+    results = {m: [r for (method, _, _), r in zip(jobs, done, strict=True) if method == m] for m in METHODS}
+    text = "# The demo's numbers\n\n`python benchmarks/demo.py`: seeds 0, 1, 2, mean ± standard deviation, percent "
+    text += "(coverage: labels per image).\nEach run is `accelerate launch finetune_mile/run.py --method METHOD`.\n\n"
+    (ROOT / "docs/demo.md").write_text(text + table(results), encoding="utf-8")
+    picture(options.runs, ROOT / "docs/demo.png")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

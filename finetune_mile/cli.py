@@ -1,0 +1,38 @@
+"""`finetune-mile VERB ...`: one module per verb, imported when it is called. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+
+from finetune_mile.problems import Problem
+
+# Verb: (module with main(argv) -> exit code, what it does).
+VERBS: dict[str, tuple[str, str]] = {
+    "run": ("finetune_mile.run", "train: the same as finetune_mile/run.py"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: 0 fine, 1 the check or the run failed, 2 the command or its input was wrong."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write("usage: finetune-mile VERB ...\n\n")
+        for verb, (_, does) in VERBS.items():
+            sys.stdout.write(f"  {verb:<10} {does}\n")
+        sys.stdout.write("\nfinetune-mile VERB --help tells more\n")
+        return 0 if words else 2
+    verb, *rest = words
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VERBS)}"
+        sys.stderr.write(f"error: {verb}: unknown verb; {hint}\n")
+        return 2
+    try:
+        code: int = importlib.import_module(VERBS[verb][0]).main(rest)
+    except Problem as problem:
+        for sentence in problem.sentences:
+            sys.stderr.write(f"error: {sentence}\n")
+        return 2
+    return code

@@ -1,0 +1,100 @@
+"""What a run shows in the terminal: a bar while it works, a table when it is done."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+PLAIN_SECONDS = 10.0  # without a terminal: a line this often
+
+CLOSING = (
+    ("accuracy", "top-1 on the given label", "%"),
+    ("real_acc", "top-1 is in the true set", "%"),
+    ("f1@0.25", "F1 at threshold 0.25", "%"),
+    ("f1@0.5", "F1 at threshold 0.5", "%"),
+    ("f1@best", "F1 at its own best threshold", "%"),
+    ("trivial_f1", "F1 of the best constant prediction", "%"),
+    ("lrap", "label ranking average precision", "%"),
+    ("coverage@0.25", "labels per image at 0.25", ""),
+)
+
+
+class Display:
+    """Progress on stderr; quiet on every process but the first."""
+
+    def __init__(self, total_steps: int, first_step: int, *, visible: bool) -> None:
+        self.console = Console(stderr=True, quiet=not visible)
+        self.total, self.visible = total_steps, visible
+        self._bar: Progress | None = None
+        if self.console.is_terminal and visible:
+            self._bar = Progress(
+                TextColumn("[bold]{task.fields[phase]:<11}"), TextColumn("generation {task.fields[generation]}"),
+                BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]:,.0f} images/s"),
+                TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn(), console=self.console,
+            )  # fmt: skip
+            self._task = self._bar.add_task(
+                "",
+                total=total_steps,
+                completed=first_step,
+                phase="start",
+                generation=0,
+                speed=0.0,
+                loss="-",
+            )
+        self._last = time.monotonic()
+        self._began, self._first = self._last, first_step
+
+    def __enter__(self) -> Display:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, sentence: str, *, style: str | None = None) -> None:
+        """A line above the bar."""
+        self.console.print(sentence, style=style, highlight=False, soft_wrap=True)
+
+    def warn(self, sentence: str) -> None:
+        """A warning above the bar."""
+        self.say(f"warning: {sentence}", style="yellow")
+
+    def step(self, step: int, phase: str, generation: int, speed: float, loss: float | None) -> None:
+        """Move on."""
+        shown = "-" if loss is None else f"{loss:.3f}"
+        if self._bar is not None:
+            self._bar.update(
+                self._task,
+                completed=step,
+                phase=phase,
+                generation=generation,
+                speed=speed,
+                loss=shown,
+            )
+        elif time.monotonic() - self._last > PLAIN_SECONDS or step == self.total:
+            self._last = time.monotonic()
+            pace = (self._last - self._began) / max(step - self._first, 1)
+            self.say(
+                f"step {step}/{self.total}  {phase} {generation}  {speed:,.0f} images/s  loss {shown}  "
+                f"{pace * (self.total - step):.0f} s left"
+            )
+
+
+def closing_table(results: dict[str, float], title: str) -> Table:
+    """The results that a reader looks for first."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    for key, meaning, unit in CLOSING:
+        if key in results:
+            table.add_row(f"[bold]{key}", f"{results[key]:.2f}{unit and ' ' + unit}", meaning)
+    return table

@@ -1,0 +1,109 @@
+"""`--explain`, and its short form at the head of every run: what will be done, and who said so."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from finetune_mile.learning.phases import Phase, trace
+from finetune_mile.plan import Plan
+from finetune_mile.settings import Resolved
+
+if TYPE_CHECKING:
+    from finetune_mile.checkpoints.loading import LoadReport
+    from finetune_mile.session import Session
+
+SHOWN_PHASES = 8
+
+
+def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport, *, full: bool) -> None:
+    """Print the run: a few lines, or with `full` also every setting and the first phases."""
+    out = Console(stderr=not full, highlight=False, soft_wrap=True)
+    recipe, world = session.recipe, session.accelerator.num_processes
+    if full:
+        out.print(_settings(resolved))
+        out.print(_phases(plan.phases))
+        steps = trace(plan.phases)
+        out.print(f"trace   {_runs(steps[:400])}{' ...' if len(steps) > 400 else ''}")
+    out.print(f"recipe  {resolved.path.name} ({resolved.why})")
+    counts = report.to_json()["counts"]
+    out.print(f"init    {session.card.name}: {report.arch}, {report.format} ({report.why}), {counts}")
+    labelled, everything = len(session.pools.indices["labelled"]), len(session.pools.images)
+    out.print(
+        f"data    {session.data.name}: {labelled:,} of {everything:,} training images keep their label, "
+        f"{len(session.data.val):,} to evaluate on, {session.num_classes:,} classes"
+    )
+    share = recipe.batch_size // (world * recipe.accumulate)
+    out.print(
+        f"method  {recipe.method} ({recipe.variant} variant): {plan.total_steps:,} steps = "
+        f"{plan.total_steps / plan.steps_per_epoch:.1f} epochs in {len(plan.phases)} phases, "
+        f"T {steps_of(plan, 'interaction'):,} S {steps_of(plan, 'imitation'):,}"
+    )
+    out.print(
+        f"batch   {recipe.batch_size} = {world} process{'es' if world > 1 else ''} x {recipe.accumulate} x {share}, "
+        f"on {session.accelerator.device} with {_threads()} threads, precision {recipe.precision}"
+    )
+
+
+def steps_of(plan: Plan, name: str) -> int:
+    """Steps in all phases of a kind."""
+    return sum(p.steps for p in plan.phases if p.name == name)
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _settings(resolved: Resolved) -> Table:
+    table = Table(
+        "setting",
+        "value",
+        "said by",
+        title="recipe",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    tree = resolved.recipe.model_dump(mode="json")
+    for key, value in tree.items():
+        inner = value.items() if isinstance(value, dict) else [(None, value)]
+        for sub, leaf in inner:
+            dotted = key if sub is None else f"{key}.{sub}"
+            shown = yaml.safe_dump(leaf, default_flow_style=True).removesuffix("...\n").strip()
+            table.add_row(dotted, shown, resolved.said_by.get(dotted, "schema"))
+    return table
+
+
+def _phases(phases: tuple[Phase, ...]) -> Table:
+    table = Table(
+        "phase", "generation", "steps", "starts from", "becomes", "targets", "loss", "pool",
+        title=f"phases ({len(phases)})", title_justify="left", box=None, pad_edge=False,
+    )  # fmt: skip
+    for p in phases[:SHOWN_PHASES]:
+        cells = (
+            p.name,
+            p.generation,
+            p.steps,
+            p.start,
+            ", ".join(p.becomes),
+            p.targets,
+            p.loss,
+            p.pool,
+        )
+        table.add_row(*(str(c) for c in cells))
+    if len(phases) > SHOWN_PHASES:
+        table.add_row("...")
+    return table
+
+
+def _runs(letters: str) -> str:
+    """`TTTTSS` as it is while short, else as `T4 S2`."""
+    if len(letters) <= 60:
+        return letters
+    return " ".join(f"{letter}{len(list(same))}" for letter, same in groupby(letters))

@@ -1,0 +1,123 @@
+"""The command line of run.py: frozen by a test. No torch here."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from finetune_mile.problems import Problem
+from finetune_mile.recipe import Method, Variant
+
+SETTINGS = (
+    "recipe", "init", "fraction", "method", "variant", "data", "arch", "semi", "teacher", "k_t", "k_s", "rho",
+    "steps", "epochs", "batch_size", "lr", "seed", "keep_head", "track",
+)  # fmt: skip
+
+EPILOG = """examples:
+  accelerate launch finetune_mile/run.py                                   the demo, about a minute on two cores
+  accelerate launch finetune_mile/run.py --init simclrv2-sk1 --fraction 0.01       ImageNet, 1 % of the labels
+  accelerate launch finetune_mile/run.py --init moco.pth.tar --data folder:photos --fraction 0.1
+  accelerate launch finetune_mile/run.py --resume runs/demo-1              go on with a run that was stopped
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `Problem` instead of printing usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one sentence."""
+        raise Problem(f"{message} (--help lists the flags)")
+
+
+def build_parser() -> Parser:
+    """Every flag of run.py."""
+    parser = Parser(
+        prog="finetune_mile/run.py", allow_abbrev=False, epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Fine-tune a self-supervised checkpoint with MILe, or train from scratch, on one Accelerate loop.",
+    )  # fmt: skip
+    what = parser.add_argument_group("what to train")
+    what.add_argument("--recipe", metavar="FILE", help="a recipe file, or its name below recipes/")
+    what.add_argument("--init", help="card name, file, directory, timm:NAME, or none (from scratch)")
+    what.add_argument("--data", help="demo, folder:DIR; a bare directory is folder:")
+    what.add_argument("--fraction", help="share of the labels to use, such as 0.01")
+    what.add_argument("--method", help=" | ".join(get_args(Method)))
+    what.add_argument("--variant", help=" | ".join(get_args(Variant)) + ": where paper and published code differ")
+    what.add_argument("--arch", help="network, such as resnet50, resnet50-sk, timm:NAME")
+    what.add_argument("--semi", help="none | all | unlabelled: images that imitation draws from")
+    what.add_argument("--teacher", help="for distill: a run folder or a checkpoint file")
+    what.add_argument("--keep-head", metavar="NAME", help="keep this head of the file (it may know the labels)")
+    how = parser.add_argument_group("how")
+    how.add_argument("--k-t", metavar="AMOUNT", help="interaction: 200 (steps), '2 epochs', '5 %%' of the budget")
+    how.add_argument("--k-s", metavar="AMOUNT", help="imitation, in the same units")
+    how.add_argument("--rho", help="pseudo-label threshold on the teacher's sigmoids")
+    how.add_argument("--steps", help="optimiser steps, teacher's and student's together, over all processes")
+    how.add_argument("--epochs", help="the same in epochs of the labelled images")
+    how.add_argument("--batch-size", help="global batch, over all processes")
+    how.add_argument("--lr", help="base learning rate")
+    how.add_argument("--seed", help="of split, order, augmentation and head")
+    how.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+                     help="any other setting of the recipe, such as optimizer.momentum=0.8")  # fmt: skip
+    where = parser.add_argument_group("where")
+    where.add_argument("--out", type=Path, help="run folder (default: runs/<recipe>-<number>)")
+    where.add_argument("--overwrite", action="store_true", help="replace a run that is in --out")
+    where.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run; takes no other setting")
+    where.add_argument("--track", help="none | tensorboard | wandb")
+    where.add_argument("--explain", action="store_true", help="print what would be done, and stop")
+    return parser
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the flags; `-` and `_` are the same, and an unknown flag is answered with the nearest one."""
+    parser = build_parser()
+    known = sorted(parser._option_string_actions)
+    tidy = []
+    for word in argv:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            word = flag.replace("_", "-") + equals + value
+        tidy.append(word)
+    options, rest = parser.parse_known_args(tidy)
+    unknown = [_unknown(word.partition("=")[0], known) for word in rest if word.startswith("-")]
+    if unknown:
+        raise Problem(*unknown)
+    if rest:
+        raise Problem(f"{rest[0]}: what is this? every setting is a flag (--help lists them)")
+    if options.resume is not None:
+        others = sorted(set(given_settings(options)) | ({"set"} if options.sets else set()))
+        if others or options.out is not None or options.overwrite:
+            name = "--" + (others[0].replace("_", "-") if others else "out or --overwrite")
+            raise Problem(f"--resume goes on with a run as it was and takes no other setting; leave out {name}")
+    return options
+
+
+def given_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that were given, by recipe key; numbers in the YAML sense are numbers."""
+    import yaml
+
+    found = {}
+    for key in SETTINGS:
+        text = getattr(options, key)
+        if text is None:
+            continue
+        words = key in (
+            "recipe",
+            "init",
+            "data",
+            "arch",
+            "teacher",
+            "method",
+            "variant",
+            "semi",
+            "track",
+            "keep_head",
+        )
+        found[key] = text if words else yaml.safe_load(text)
+    return found
+
+
+def _unknown(flag: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
+    return f"{flag}: unknown flag" + (f"; did you mean {near[0]}?" if near else " (--help lists them)")

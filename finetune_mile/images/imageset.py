@@ -1,0 +1,34 @@
+"""What every source of images gives: ids, labels, and a way to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # names of sources are checked before torch is needed
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSet:
+    """Some images with their labels. N images, C classes."""
+
+    ids: Sequence[str]  # N names that stay the same from run to run
+    given: Tensor  # (N,) integers, -1 = unlabelled; or (N, C) of 0 and 1
+    truth: Tensor | None  # (N, C) booleans, where the true label sets are known
+    read: Callable[[int], Tensor]  # index to uint8 (3, H, W)
+    in_memory: bool = False  # reading is cheap: no loader processes are wanted
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """A training and a validation set over the same classes."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: ImageSet
+    val: ImageSet

@@ -1,0 +1,234 @@
+"""The only training loop: it plays phases. B batch, C classes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from finetune_mile.images.pipeline import Batch
+from finetune_mile.learning.losses import LOSSES
+from finetune_mile.learning.optim import set_rate
+from finetune_mile.learning.phases import Given, Phase, Pool, after, drawn
+from finetune_mile.learning.roles import Roles, State, copy_into, snapshot
+from finetune_mile.learning.targets import given_matrix, make_targets
+from finetune_mile.problems import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """What stays the same from the first step to the last."""
+
+    num_classes: int
+    accumulate: int
+    clip: float | None
+    reset_optimizer: bool  # forget the momentum when the learner's weights are swapped
+    class_weights: Tensor | None  # (C,)
+    prepare: Callable[[Tensor], Tensor]  # uint8 images to the network's input, on the device
+    feed: Callable[[Pool, int], Iterator[Batch]]  # this process's parts from a step of a pool on
+    label_pool: Callable[[Phase], LabelStore] | None  # labels once per cycle, instead of per batch
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one step did. The tensors stay on the device until somebody looks."""
+
+    step: int  # steps done, this one included
+    phase: Phase
+    done: int  # steps done in this phase, this one included
+    share: float  # of the base learning rate
+    loss: Tensor  # ()
+    images: int  # in this process
+    labels: Tensor | None = None  # (3,): pseudo-labels, empty sets, given labels found; sums over the images
+    ended: bool = False  # the phase ended with this step
+
+
+class LabelStore:
+    """Pseudo-labels of a whole pool, one row of bits an image: 1.28 million x 1,000 classes are 160 MB."""
+
+    def __init__(self, rows: Tensor, packed: Tensor, num_classes: int) -> None:
+        """Keep the labels.
+
+        Args:
+            rows: (N,) which row holds sample i; -1 = none.
+            packed: (M, ceil(C / 8)) uint8.
+            num_classes: C.
+        """
+        self.rows, self.packed, self.num_classes = rows, packed, num_classes
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        """Multi-hot rows (B, C) of samples (B,)."""
+        return unpack_bits(self.packed[self.rows[index]], self.num_classes)
+
+
+def pack_bits(labels: Tensor) -> Tensor:
+    """Multi-hot (B, C) to (B, ceil(C / 8)) bytes."""
+    padded: Tensor = nn.functional.pad(labels.bool(), (0, -labels.shape[1] % 8)).unflatten(1, (-1, 8))
+    powers = 2 ** torch.arange(8, device=labels.device, dtype=torch.uint8)
+    return (padded * powers).sum(2, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, num_classes: int) -> Tensor:
+    """The inverse of `pack_bits`, as floats."""
+    bits = (packed.unsqueeze(2) >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
+    return bits.flatten(1)[:, :num_classes].float()
+
+
+class Average:
+    """Averaged weights of the learner; they start anew wherever the learner's weights are swapped."""
+
+    def __init__(self, learner: nn.Module, decay: float) -> None:
+        self.learner, self.decay = learner, decay
+        self.weights: State = snapshot(learner)
+
+    def restart(self) -> None:
+        """Forget the past."""
+        copy_into(self.weights, self.learner.state_dict())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move a little towards the learner; integer buffers follow at once."""
+        for name, tensor in self.learner.state_dict().items():
+            mine = self.weights[name]
+            if mine.is_floating_point():
+                mine.lerp_(tensor, 1 - self.decay)
+            else:
+                mine.copy_(tensor)
+
+
+def train(
+    accelerator: Accelerator,
+    network: nn.Module,
+    roles: Roles,
+    phases: Sequence[Phase],
+    optimizer: torch.optim.Optimizer,
+    rate: Callable[[int], float],
+    loop: Loop,
+    *,
+    average: Average | None = None,
+    first_step: int = 0,
+    on_step: Callable[[StepRecord], None],
+) -> int:
+    """Play what is left of `phases` after `first_step` optimiser steps; returns the steps done.
+
+    Args:
+        accelerator: for devices, precision and processes.
+        network: the prepared learner.
+        roles: the same learner unwrapped, and its copies; already restored when resuming.
+        phases: the whole list, also what is done.
+        optimizer: the prepared optimiser.
+        rate: step to the share of the base learning rate.
+        loop: everything else that is fixed.
+        average: averaged weights to keep up to date, if wanted.
+        first_step: optimiser steps done before.
+        on_step: called after each step, and after the roles have changed hands where a phase ended. It may raise to
+            stop; what it sees is a state that can be saved and gone on from.
+    """
+    step = first_step
+    feeds: dict[Pool, Iterator[Batch]] = {}
+    network.train()
+    for phase, done in after(step, phases):
+        if done == 0:
+            roles.enter(phase)
+            if loop.reset_optimizer:
+                optimizer.state.clear()
+            if average is not None:
+                average.restart()
+        store = None
+        if loop.label_pool is not None and phase.name == "imitation":
+            store = loop.label_pool(phase)
+            network.train()
+        if phase.pool not in feeds:
+            feeds[phase.pool] = loop.feed(phase.pool, drawn(step, phases)[phase.pool])
+        for done_now in range(done + 1, phase.steps + 1):
+            share = rate(step)
+            set_rate(optimizer, share)
+            record = _step(accelerator, network, roles, phase, optimizer, loop, feeds[phase.pool], store)
+            step += 1
+            if average is not None:
+                average.update()
+            record.step, record.done, record.share = step, done_now, share
+            record.ended = done_now == phase.steps
+            if record.ended:
+                _same_buffers(accelerator, roles.learner)
+                roles.leave(phase)
+            on_step(record)
+            network.train()
+    return step
+
+
+def _step(
+    accelerator: Accelerator,
+    network: nn.Module,
+    roles: Roles,
+    phase: Phase,
+    optimizer: torch.optim.Optimizer,
+    loop: Loop,
+    feed: Iterator[Batch],
+    store: LabelStore | None,
+) -> StepRecord:
+    """One optimiser step over `loop.accumulate` parts of a batch."""
+    record = StepRecord(0, phase, 0, 0.0, torch.zeros((), device=accelerator.device), 0)
+    for part in range(loop.accumulate):
+        batch = next(feed)
+        images = loop.prepare(batch.images)
+        given = batch.labels.to(accelerator.device, non_blocking=True)
+        targets = _targets(roles, phase, images, given, batch, loop, store, accelerator)
+        last = part == loop.accumulate - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(network):
+            logits = network(images)
+            loss = LOSSES[phase.loss](logits, targets, loop.class_weights) / loop.accumulate
+            accelerator.backward(loss)
+        record.loss += loss.detach()
+        record.images += len(batch.samples)
+        if phase.name == "imitation":
+            counted = label_counts(targets, given)
+            record.labels = counted if record.labels is None else record.labels + counted
+    if loop.clip is not None:
+        accelerator.clip_grad_norm_(network.parameters(), loop.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return record
+
+
+def _targets(
+    roles: Roles,
+    phase: Phase,
+    images: Tensor,
+    given: Tensor,
+    batch: Batch,
+    loop: Loop,
+    store: LabelStore | None,
+    accelerator: Accelerator,
+) -> Tensor:
+    """The target matrix (B, C) of one part of a batch."""
+    if isinstance(phase.targets, Given):
+        if bool((batch.labels < 0).any()):  # on the CPU, where labels come from: no wait for the device
+            raise Problem("an unlabelled image was drawn in an interaction; this is a bug in the pools")
+        return make_targets(phase.targets, given, None, loop.num_classes, phase.loss)
+    if store is not None:
+        found = store[batch.samples].to(given.device)
+        return torch.maximum(found, given_matrix(given, loop.num_classes)) if phase.targets.union else found
+    assert roles.teacher is not None
+    with torch.no_grad(), accelerator.autocast():
+        teacher_logits = roles.teacher(images)
+    return make_targets(phase.targets, given, teacher_logits, loop.num_classes, phase.loss)
+
+
+def label_counts(targets: Tensor, given: Tensor) -> Tensor:
+    """Sums over a batch: labels at 0.5 or more, images with none, and given labels that are among them: (3,)."""
+    found = targets >= 0.5
+    known = given_matrix(given, targets.shape[1]).bool()
+    return torch.stack([found.sum(), (~found.any(1)).sum(), (found & known).sum()]).float()
+
+
+def _same_buffers(accelerator: Accelerator, learner: nn.Module) -> None:
+    """Give every process the first one's batch-norm statistics before they are copied."""
+    if accelerator.num_processes == 1:
+        return
+    for buffer in learner.buffers():
+        torch.distributed.broadcast(buffer, src=0)

@@ -1,0 +1,41 @@
+"""Losses against a target matrix. B batch, C classes. The reduction is part of each definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+LossFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def bce(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
+    """Binary cross-entropy, summed over classes and averaged over the batch (Eq. 1): a scalar.
+
+    A mean over classes instead would divide the learning rate by C.
+
+    Args:
+        logits: (B, C).
+        targets: (B, C) in [0, 1].
+        class_weights: (C,), or None for ones.
+    """
+    per_class = F.binary_cross_entropy_with_logits(logits.float(), targets, weight=class_weights, reduction="none")
+    return per_class.sum(1).mean()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
+    """Softmax cross-entropy, averaged over the batch: a scalar.
+
+    Args:
+        logits: (B, C).
+        targets: (B, C), rows that sum to one (one-hot or soft). Several given labels share the mass equally.
+        class_weights: (C,), or None for ones.
+    """
+    shares = targets / targets.sum(1, keepdim=True).clamp(min=1.0)
+    if class_weights is not None:
+        shares = shares * class_weights
+    return -(shares * logits.float().log_softmax(1)).sum(1).mean()
+
+
+LOSSES: dict[str, LossFunction] = {"bce": bce, "cross_entropy": cross_entropy}

@@ -1,0 +1,89 @@
+"""Optimisers, their parameter groups, and the learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+
+from finetune_mile.networks.heads import get_head
+
+
+def rate_at(
+    step: int,
+    *,
+    total_steps: int,
+    schedule: Literal["constant", "cosine", "step"],
+    warmup: int = 0,
+    milestones: tuple[int, ...] = (),
+    gamma: float = 0.1,
+) -> float:
+    """The share of the base learning rate that step `step` (from 0) is taken with.
+
+    A warm-up rises linearly and reaches 1 at its last step; the cosine falls from there to 0 after the last step.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "cosine":
+        done = (step - warmup) / max(total_steps - warmup, 1)
+        return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    if schedule == "step":
+        return gamma ** sum(step >= m for m in milestones)
+    return 1.0
+
+
+def parameter_groups(
+    network: nn.Module, *, lr: float, head_lr: float | None, weight_decay: float
+) -> list[dict[str, object]]:
+    """Trunk and head, each with and without weight decay: vectors (biases, norms) are never decayed.
+
+    Each group carries its `base_lr`, which `set_rate` multiplies.
+    """
+    in_head = {id(p) for p in get_head(network).parameters()}
+    groups = []
+    for head in (False, True):
+        for decayed in (False, True):
+            members = [
+                p
+                for p in network.parameters()
+                if p.requires_grad and (id(p) in in_head) == head and (p.ndim > 1) == decayed
+            ]
+            rate = head_lr if head and head_lr is not None else lr
+            decay = weight_decay if decayed else 0.0
+            # LARS adapts matrices also where they do not decay, and never biases and norms.
+            groups.append(
+                {
+                    "params": members,
+                    "lr": rate,
+                    "base_lr": rate,
+                    "weight_decay": decay,
+                    "always_adapt": decayed,
+                }
+            )
+    return [g for g in groups if g["params"]]
+
+
+def make_optimizer(
+    name: Literal["sgd", "adamw", "lars"],
+    groups: list[dict[str, object]],
+    *,
+    momentum: float,
+    nesterov: bool,
+) -> torch.optim.Optimizer:
+    """SGD, AdamW (momentum is its first beta) or timm's LARS."""
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=1.0, momentum=momentum, nesterov=nesterov and momentum > 0)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=1.0, betas=(momentum, 0.999))
+    from timm.optim import Lars
+
+    optimizer: torch.optim.Optimizer = Lars(groups, lr=1.0, momentum=momentum)
+    return optimizer
+
+
+def set_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Set every group's learning rate to `share` of its own base."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * share

@@ -1,0 +1,244 @@
+"""A learning method is a list of phases; a phase is a value; one loop plays any list. No torch here.
+
+Interaction = learn from the given labels, imitation = learn from the teacher's labels (the paper, Sec. 3). Which phase
+a run is in follows from its step alone, so a saved run stores one integer and no flags.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from finetune_mile.problems import Problem
+
+Role = Literal["init", "teacher", "student"]
+Pool = Literal["labelled", "unlabelled", "all"]
+Loss = Literal["bce", "cross_entropy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """The labels that came with the images, one or several per image."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threshold:
+    """The teacher's sigmoids above `rho` (Alg. 1, l. 11): a multi-hot pseudo-label."""
+
+    rho: float
+    union: bool = False  # OR in the given label, where there is one
+    empty: Literal["negative", "argmax"] = "negative"  # no class above rho: nothing, or the best one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Soften:
+    """The teacher's probabilities at a temperature: softmax for cross-entropy, sigmoids for BCE."""
+
+    temperature: float
+    union: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argmax:
+    """The teacher's best class alone: the control that tells hard labels from multi-labels."""
+
+    union: bool = False
+
+
+Targets = Given | Threshold | Soften | Argmax
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """`steps` optimiser steps of one learner on one kind of target."""
+
+    name: Literal["interaction", "imitation"]
+    generation: int  # tau in Algorithm 1, from 0
+    steps: int  # at least 1
+    start: Role  # the weights that the learner begins with; the first student is the init
+    becomes: tuple[Role, ...]  # the roles that the learner's weights take at the end
+    targets: Targets
+    loss: Loss
+    pool: Pool = "labelled"
+
+
+def after(step: int, phases: Iterable[Phase]) -> Iterator[tuple[Phase, int]]:
+    """What is left after `step` optimiser steps: each phase with the steps already done in it."""
+    for phase in phases:
+        if step < phase.steps:
+            yield phase, max(step, 0)
+        step -= phase.steps
+
+
+def trace(phases: Iterable[Phase]) -> str:
+    """One letter a step: T while the teacher learns (interaction), S while the student does (imitation)."""
+    return "".join(("T" if p.name == "interaction" else "S") * p.steps for p in phases)
+
+
+def drawn(step: int, phases: Iterable[Phase]) -> dict[Pool, int]:
+    """How many of the first `step` steps drew from each pool: where each pool's order goes on."""
+    counts: dict[Pool, int] = {"labelled": 0, "unlabelled": 0, "all": 0}
+    for phase in phases:
+        here = min(max(step, 0), phase.steps)
+        counts[phase.pool] += here
+        step -= phase.steps
+    return counts
+
+
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|epochs?|steps?)?", re.IGNORECASE)
+
+
+def check_amount(amount: int | str) -> int | str:
+    """`200`, `200 steps`, `2 epochs` or `5 %`, above zero; anything else raises ValueError."""
+    found = _AMOUNT.fullmatch(str(amount).strip())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"{amount!r} is not an amount above zero: write 200 (steps), '2 epochs' or '5 %'")
+    unit = (found[2] or "steps").lower()
+    if unit.startswith("step") and not float(found[1]).is_integer():
+        raise ValueError(f"{amount!r}: steps are whole numbers; a share of the budget is '5 %'")
+    return amount
+
+
+def in_steps(amount: int | str, *, total_steps: int, steps_per_epoch: float) -> int:
+    """An amount in optimiser steps, rounded to the nearest and at least 1."""
+    found = _AMOUNT.fullmatch(str(check_amount(amount)).strip())
+    assert found is not None
+    value, unit = float(found[1]), (found[2] or "steps").lower()
+    if unit == "%":
+        value *= total_steps / 100
+    elif unit.startswith("epoch"):
+        value *= steps_per_epoch
+    return max(round(value), 1)
+
+
+# ----------------------------------------------------------------------------------------- schedules
+
+
+def supervised(total_steps: int, *, loss: Loss) -> list[Phase]:
+    """Softmax (cross-entropy) and sigmoid (BCE) training: one long interaction."""
+    return [
+        Phase(
+            name="interaction", generation=0, steps=total_steps, start="init", becomes=("student",),
+            targets=Given(), loss=loss,
+        )
+    ]  # fmt: skip
+
+
+def mile(
+    total_steps: int,
+    *,
+    k_t: int,
+    k_s: int,
+    warmup: int,
+    minus_one: bool,
+    imitate_from: Literal["student", "teacher"],
+    targets: Targets,
+    pool: Pool,
+) -> list[Phase]:
+    """Algorithm 1: k_t steps on the given labels, k_s on the teacher's, until the budget is spent.
+
+    Args:
+        total_steps: the budget, teacher's and student's steps together; it is filled exactly. What does not fill a
+            whole generation goes to the first phase, so that the run ends on an imitation.
+        k_t: steps of an interaction.
+        k_s: steps of an imitation.
+        warmup: interaction before the first generation; teacher and student both start from its weights. Without it
+            the first teacher's outputs sit at the prior 1 / C, and a rho near that makes its labels junk.
+        minus_one: the published code switches one step early: k_t - 1 and k_s - 1.
+        imitate_from: the student's own previous weights (the paper) or the teacher's (the published code, in which
+            one network goes on).
+        targets: how the teacher's outputs become labels.
+        pool: the images that the student imitates on.
+    """
+    if minus_one:
+        k_t, k_s = k_t - 1, k_s - 1
+    if min(k_t, k_s) < 1:
+        raise Problem("k_t and k_s must be at least 1 (2 in the published variant, which takes one step off each)")
+    generations, rest = divmod(total_steps - warmup, k_t + k_s)
+    if generations < 1:
+        raise Problem(
+            f"steps: {total_steps} do not hold one generation: warm-up {warmup} + k_t {k_t} + k_s {k_s}; "
+            "raise --steps or lower k_t and k_s"
+        )
+    lead = warmup + rest if warmup else 0
+    phases = []
+    if lead:
+        phases.append(
+            Phase(
+                name="interaction", generation=0, steps=lead, start="student", becomes=("teacher", "student"),
+                targets=Given(), loss="bce",
+            )
+        )  # fmt: skip
+    for generation in range(generations):
+        interaction = Phase(
+            name="interaction", generation=generation,
+            steps=k_t + (rest if generation == 0 and not lead else 0),
+            start="student", becomes=("teacher",), targets=Given(), loss="bce",
+        )  # fmt: skip
+        imitation = Phase(
+            name="imitation", generation=generation, steps=k_s, start=imitate_from,
+            becomes=("student",), targets=targets, loss="bce", pool=pool,
+        )  # fmt: skip
+        phases += [interaction, imitation]
+    return phases
+
+
+def noisy_student(
+    total_steps: int,
+    *,
+    interaction: int,
+    generations: int,
+    targets: Targets,
+    loss: Loss,
+    pool: Pool,
+) -> list[Phase]:
+    """One interaction, then long imitations from fresh weights, each student the next teacher."""
+    lengths = _equal_parts(total_steps - interaction, generations, "noisy_student.generations")
+    phases = [
+        Phase(
+            name="interaction", generation=0, steps=interaction, start="init", becomes=("teacher",),
+            targets=Given(), loss=loss,
+        )
+    ]  # fmt: skip
+    phases += [
+        Phase(
+            name="imitation", generation=g, steps=length, start="init", becomes=("teacher", "student"),
+            targets=targets, loss=loss, pool=pool,
+        )
+        for g, length in enumerate(lengths)
+    ]  # fmt: skip
+    return phases
+
+
+def self_distill(total_steps: int, *, interaction: int, targets: Targets, loss: Loss, pool: Pool) -> list[Phase]:
+    """One interaction, then one imitation of its soft labels from fresh weights."""
+    return noisy_student(total_steps, interaction=interaction, generations=1, targets=targets, loss=loss, pool=pool)
+
+
+def distill(total_steps: int, *, targets: Targets, loss: Loss, pool: Pool) -> list[Phase]:
+    """Imitation of a teacher that is brought along and never learns."""
+    return [
+        Phase(
+            name="imitation", generation=0, steps=total_steps, start="init", becomes=("student",),
+            targets=targets, loss=loss, pool=pool,
+        )
+    ]  # fmt: skip
+
+
+def _equal_parts(steps: int, parts: int, field: str) -> list[int]:
+    if steps < parts:
+        raise Problem(f"{field}: {max(steps, 0)} steps are left for {parts} imitations; raise --steps")
+    return [steps // parts + (1 if i < steps % parts else 0) for i in range(parts)]
+
+
+Schedule = Callable[..., list[Phase]]
+SCHEDULES: dict[str, Schedule] = {
+    "softmax": supervised,
+    "sigmoid": supervised,
+    "mile": mile,
+    "noisy-student": noisy_student,
+    "self-distill": self_distill,
+    "distill": distill,
+}

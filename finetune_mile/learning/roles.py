@@ -1,0 +1,81 @@
+"""Learner, teacher, student: one network learns, the others are copies of its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from finetune_mile.learning.phases import Phase, Role
+
+State = dict[str, Tensor]
+
+
+@torch.no_grad()
+def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    """Overwrite tensors in place, batch-norm buffers included, so that no reference goes stale."""
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
+
+
+def snapshot(network: nn.Module) -> State:
+    """A copy of a network's tensors that does not follow it."""
+    return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+
+
+class Roles:
+    """Who has which weights.
+
+    The learner is the only network that is optimised or wrapped by Accelerate. The teacher is a frozen, unwrapped copy
+    in eval mode; student and init are plain tensors. Only the roles that the phases use take memory.
+    """
+
+    def __init__(self, learner: nn.Module, phases: Iterable[Phase], teacher: nn.Module | None = None) -> None:
+        """Start with every role at the learner's weights.
+
+        Args:
+            learner: the bare network, on its device.
+            phases: what will be played.
+            teacher: a network from outside that never learns (distillation), of any architecture.
+        """
+        used: set[Role] = {"student"}
+        for phase in phases:
+            used |= {phase.start, *phase.becomes}
+        imitates = any(phase.name == "imitation" for phase in phases)
+        self.learner = learner
+        self.brought = teacher is not None
+        self.teacher = teacher if teacher is not None else copy.deepcopy(learner) if imitates else None
+        if self.teacher is not None:
+            self.teacher.eval().requires_grad_(False)
+        self.states: dict[Role, State] = {role: snapshot(learner) for role in ("init", "student") if role in used}
+
+    def weights(self, role: Role) -> Mapping[str, Tensor]:
+        """The tensors of a role, not copied."""
+        if role != "teacher":
+            return self.states[role]
+        assert self.teacher is not None
+        return self.teacher.state_dict()
+
+    def enter(self, phase: Phase) -> None:
+        """Give the learner the weights that `phase` starts from."""
+        copy_into(self.learner.state_dict(), self.weights(phase.start))
+
+    def leave(self, phase: Phase) -> None:
+        """Give the learner's weights to the roles that they become."""
+        for role in phase.becomes:
+            copy_into(self.weights(role), self.learner.state_dict())
+
+    def state_dict(self) -> dict[str, State]:
+        """All that cannot be derived, to be saved; a teacher from outside is loaded anew."""
+        saved: dict[str, State] = {"learner": dict(self.learner.state_dict())}
+        saved.update({str(role): tensors for role, tensors in self.states.items()})
+        if self.teacher is not None and not self.brought:
+            saved["teacher"] = dict(self.teacher.state_dict())
+        return saved
+
+    def load_state_dict(self, saved: Mapping[str, State]) -> None:
+        """Take back what `state_dict` gave."""
+        for name, tensors in self.state_dict().items():
+            copy_into(tensors, saved[name])

@@ -1,0 +1,154 @@
+"""report.html: one self-contained page with the curves, the generations and some images."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+
+from finetune_mile.display import CLOSING
+from finetune_mile.runlog import RunFolder, whole_file
+from finetune_mile.settings import to_yaml
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch import Tensor, nn
+
+    from finetune_mile.session import Session
+
+INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
+GALLERY = 18
+
+
+def write_report(session: Session, learner: nn.Module, folder: RunFolder, results: dict[str, float]) -> None:
+    """Write report.html into the run folder."""
+    records = folder.metrics()
+    plots = {"loss": loss_plot(records), "generations": generation_plot(records)}
+    pages = Environment(loader=PackageLoader("finetune_mile.pages"), autoescape=select_autoescape())
+    html = pages.get_template("report.html").render(
+        title=folder.path.name,
+        recipe=session.recipe,
+        data=session.data.name,
+        rows=[(key, f"{results[key]:.2f}", unit, meaning) for key, meaning, unit in CLOSING if key in results],
+        plots={name: _embed(figure) for name, figure in plots.items() if figure is not None},
+        gallery=gallery(session, learner),
+        settings=to_yaml(session.recipe),
+        info=folder.info,
+    )
+    with whole_file(folder.path / "report.html") as part:
+        part.write_text(html, encoding="utf-8")
+
+
+def _figure(columns: int, title: str) -> tuple[Figure, list[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * columns, 3.0), layout="constrained")
+    axes = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlabel("step")
+    axes[0].set_title(title, loc="left", fontsize=10)
+    return figure, axes
+
+
+def _embed(figure: Figure) -> str:
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=130)
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+
+
+def loss_plot(records: list[dict[str, Any]]) -> Figure | None:
+    """The training loss, in the colour of who was learning."""
+    lines = [r for r in records if r["kind"] == "train"]
+    if not lines:
+        return None
+    figure, (axis,) = _figure(1, "training loss")
+    figure.set_size_inches(9.2, 2.6)
+    for phase, colour, who in (
+        ("interaction", TEACHER, "interaction (T)"),
+        ("imitation", STUDENT, "imitation (S)"),
+    ):
+        mine = [r for r in lines if r["phase"] == phase]
+        if mine:
+            axis.plot(
+                [r["step"] for r in mine],
+                [r["loss"] for r in mine],
+                ".",
+                ms=3,
+                color=colour,
+                label=who,
+            )
+    axis.plot([r["step"] for r in lines], [r["loss"] for r in lines], "-", lw=0.5, color=INK, alpha=0.4)
+    axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def generation_plot(records: list[dict[str, Any]]) -> Figure | None:
+    """Accuracy and F1 of teacher and student at the end of their phases, and the teacher's labels."""
+    looks = [r for r in records if r["kind"] == "evaluation"]
+    labels = [r for r in looks if r.get("labels")]
+    shown = [(key, name) for key, name in (("accuracy", "accuracy, %"), ("f1@0.25", "F1 at 0.25, %"))
+             if any(key in r for r in looks)]  # fmt: skip
+    if len(looks) < 2 or not shown:
+        return None
+    figure, axes = _figure(len(shown) + bool(labels), shown[0][1])
+    for axis, (key, name) in zip(axes, shown, strict=False):
+        axis.set_title(name, loc="left", fontsize=10)
+        for role, colour in (("teacher", TEACHER), ("student", STUDENT)):
+            mine = [r for r in looks if r["role"] == role and key in r]
+            axis.plot(
+                [r["step"] for r in mine],
+                [r[key] for r in mine],
+                "o-",
+                ms=3,
+                color=colour,
+                label=role,
+            )
+        axis.legend(frameon=False, fontsize=8)
+    if labels:
+        axes[-1].set_title("the teacher's labels", loc="left", fontsize=10)
+        steps = [r["step"] for r in labels]
+        for key, name in (("labels_per_image", "labels per image"), ("given_recall", "given label kept"),
+                          ("empty_share", "empty sets")):  # fmt: skip
+            axes[-1].plot(steps, [r["labels"][key] for r in labels], "o-", ms=3, label=name)
+        axes[-1].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def gallery(session: Session, learner: nn.Module) -> list[dict[str, object]]:
+    """Some validation images with the given label, the labels found, and the true ones where known."""
+    from finetune_mile.images.pipeline import centre_view
+    from finetune_mile.measures.generations import pick_probe
+
+    val, classes = session.data.val, session.data.classes
+    picked = pick_probe(len(val), GALLERY)
+    logits = session.logits(learner, val, picked.numpy())
+    probabilities = logits.sigmoid() if session.recipe.activation == "sigmoid" else logits.softmax(1)
+    shown: list[dict[str, object]] = []
+    for row, index in zip(probabilities, picked.tolist(), strict=True):
+        truth = None if val.truth is None else set(val.truth[index].nonzero().flatten().tolist())
+        best = [c for c in row.argsort(descending=True).tolist() if row[c] > 0.25][:6]
+        found = [
+            {
+                "name": classes[c],
+                "p": f"{row[c]:.2f}",
+                "right": None if truth is None else c in truth,
+            }
+            for c in best
+        ]
+        given = val.given[index]
+        names = [classes[int(given)]] if given.ndim == 0 else [classes[c] for c in given.nonzero().flatten().tolist()]
+        missed = [] if truth is None else [classes[c] for c in sorted(truth - set(best))]
+        picture = _picture(centre_view(val.read(index), session.how))
+        shown.append({"picture": picture, "given": ", ".join(names), "found": found, "missed": missed})
+    return shown
+
+
+def _picture(image: Tensor) -> str:
+    from PIL import Image
+
+    stream = io.BytesIO()
+    Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(stream, format="PNG")
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()

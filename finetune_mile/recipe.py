@@ -1,0 +1,207 @@
+"""Recipes: every setting of a run in one YAML file, checked as a whole before any work. No torch here.
+
+Nothing that changes a number has a hidden default: it stands in the recipe, in the column of `variant`, or in a flag.
+Order of precedence: flags, then the recipe, then the variant's column for what the recipe leaves out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from finetune_mile.learning.phases import check_amount
+
+Method = Literal["softmax", "sigmoid", "mile", "noisy-student", "self-distill", "distill"]
+Variant = Literal["paper", "published"]
+Amount = Annotated[int | str, AfterValidator(check_amount)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Rho = Annotated[float, Field(gt=0, lt=1)]
+
+# Where the paper and its published code disagree; a recipe field that is set wins over its column.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "paper": {
+        "mile.imitate_from": "student",
+        "mile.phase_steps": "exact",
+        "mile.rho": 0.25,
+        "mile.pseudo_labels": "batch",
+        "mile.union": False,
+        "mile.optimizer_state": "keep",
+        "head_bias": "zero",
+        "evaluate.prediction_set": "threshold",
+    },
+    "published": {
+        "mile.imitate_from": "teacher",
+        "mile.phase_steps": "minus_one",
+        "mile.rho": 0.5,
+        "mile.pseudo_labels": "batch",
+        "mile.union": False,
+        "mile.optimizer_state": "keep",
+        "head_bias": "prior",
+        "evaluate.prediction_set": "argmax_or_threshold",
+    },
+}
+
+
+class Section(BaseModel):
+    """Frozen, and deaf to nothing: an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class Mile(Section):
+    """MILe (Algorithm 1)."""
+
+    k_t: Amount = Field(description="interaction: 200 (steps), '2 epochs' or '5 %' of the budget")
+    k_s: Amount = Field(description="imitation, in the same units")
+    warmup: Amount | Literal[0] = Field(description="interaction before the first generation; 0: none")
+    rho: Rho = Field(description="threshold on the teacher's sigmoids")
+    imitate_from: Literal["student", "teacher"] = Field(description="weights an imitation starts from")
+    phase_steps: Literal["exact", "minus_one"] = Field(description="k steps a phase, or k - 1")
+    pseudo_labels: Literal["batch", "cycle"] = Field(
+        description="label each augmented batch, or the plain images once per generation"
+    )
+    targets: Literal["threshold", "argmax", "soft"] = Field(
+        default="threshold", description="MILe is `threshold`; the others are controls"
+    )
+    union: bool = Field(description="OR the given label into the teacher's")
+    empty: Literal["negative", "argmax"] = Field(description="what an empty label set trains towards")
+    optimizer_state: Literal["keep", "reset"] = Field(description="momentum when weights are swapped")
+
+
+class Imitation(Section):
+    """What noisy-student, self-distill and distill imitate."""
+
+    targets: Literal["threshold", "argmax", "soft"]
+    loss: Literal["bce", "cross_entropy"]
+    rho: Rho = Field(description="for `threshold`; also what f1@rho is read at")
+    temperature: float = Field(gt=0, description="for `soft`")
+    union: bool
+    pseudo_labels: Literal["batch", "cycle"]
+
+
+class NoisyStudent(Imitation):
+    """Interaction, then long imitations from fresh weights."""
+
+    interaction: Amount = Field(description="steps on the given labels before the first imitation")
+    generations: int = Field(ge=1)
+
+
+class SelfDistill(Imitation):
+    """Interaction, then one imitation of it from fresh weights."""
+
+    interaction: Amount
+
+
+class Optimizer(Section):
+    """One optimiser for all phases; the learning rate is a function of the step alone."""
+
+    name: Literal["sgd", "adamw", "lars"]
+    lr: float = Field(gt=0)
+    head_lr: float | None = Field(gt=0, description="the classifier's own rate; null: the same")
+    momentum: float = Field(ge=0, lt=1, description="adamw: its first beta")
+    nesterov: bool
+    weight_decay: float = Field(ge=0, description="never on biases and norms")
+    schedule: Literal["constant", "cosine", "step"]
+    warmup: Amount | Literal[0] = Field(description="linear warm-up of the rate")
+    milestones: tuple[Amount, ...] = Field(default=(), description="for `step`: when the rate falls")
+    gamma: float = Field(default=0.1, gt=0, description="for `step`: by which factor")
+    clip: float | None = Field(gt=0, description="largest gradient norm; null: none")
+    ema: float | None = Field(gt=0, lt=1, description="decay of averaged weights; null: none")
+
+
+class Augment(Section):
+    """What a training image goes through; the draw depends on (seed, epoch, image) alone."""
+
+    crop: Literal["random-resized", "shift", "none"]
+    scale: tuple[float, float] = Field(default=(0.08, 1.0), description="for `random-resized`: area")
+    shift: int = Field(default=0, ge=0, description="for `shift`: pixels in each direction")
+    flip: bool
+
+
+class Evaluate(Section):
+    """When and how to measure."""
+
+    images: int | None = Field(gt=0, description="validation images at each phase's end; null: all")
+    every: Amount | None = Field(description="also every so often inside a phase; null: phase ends only")
+    prediction_set: Literal["threshold", "argmax_or_threshold"] = Field(
+        description="what counts as predicted in f1@...: p > t, or that and the best class"
+    )
+    labels: bool = Field(default=True, description="write labels.parquet for the training images")
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    data: str = Field(description="demo, folder:DIR, ...")
+    init: str = Field(description="a card's name, a file, a directory, timm:NAME, or none")
+    arch: str | None = Field(default=None, description="null: as the checkpoint says")
+    size: int | None = Field(default=None, gt=0, description="image side; null: as the card says")
+    fraction: Fraction = Field(description="share of the labels that is used")
+    method: Method
+    variant: Variant
+    semi: Literal["none", "all", "unlabelled"] = Field(description="images that imitation draws from")
+    teacher: str | None = Field(default=None, description="for distill: a run folder or a file")
+    seed: int = Field(ge=0)
+    steps: int | None = Field(default=None, gt=0, description="budget in optimiser steps")
+    epochs: float | None = Field(default=None, gt=0, description="or in epochs of the labelled images")
+    batch_size: int = Field(gt=0, description="over all processes and accumulated parts")
+    accumulate: int = Field(default=1, gt=0, description="parts that a batch is computed in")
+    precision: Literal["no", "fp16", "bf16"] = "no"
+    sync_batch_norm: bool = False
+    head_bias: Literal["zero", "prior"] = Field(description="prior: -log C, sigmoids start at 1/C")
+    keep_head: str | None = Field(default=None, description="name of a head in the file to keep (labels leak!)")
+    head_from: Literal[0, 1] = Field(default=0, description="1: keep SimCLR-v2's first projection layer")
+    class_weights: Literal["none", "balanced"]
+    mile: Mile | None = None
+    noisy_student: NoisyStudent | None = None
+    self_distill: SelfDistill | None = None
+    distill: Imitation | None = None
+    optimizer: Optimizer
+    augment: Augment
+    evaluate: Evaluate
+    workers: int | None = Field(default=None, ge=0, description="loader processes; null: from the cores")
+    checkpoint_every: int = Field(default=500, gt=0, description="steps between checkpoints")
+    log_every: int = Field(default=10, gt=0, description="steps between lines of metrics.jsonl")
+    track: Literal["none", "tensorboard", "wandb"] = "none"
+
+    @model_validator(mode="after")
+    def _whole(self) -> Recipe:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give either steps or epochs (flags --steps, --epochs)")
+        block = self.method.replace("-", "_")
+        if block in type(self).model_fields and getattr(self, block) is None:
+            raise ValueError(f"method {self.method} needs a block {block}: in the recipe")
+        if self.method == "distill" and self.teacher is None:
+            raise ValueError("method distill needs --teacher RUN_FOLDER_OR_FILE")
+        if self.method != "distill" and self.teacher is not None:
+            raise ValueError(f"--teacher is for --method distill, and the method is {self.method}")
+        if self.semi != "none" and self.method in ("softmax", "sigmoid"):
+            raise ValueError(f"--semi needs a method that imitates; {self.method} learns from labels alone")
+        if self.optimizer.name == "lars" and self.optimizer.nesterov:
+            raise ValueError("optimizer.nesterov: true does not go with lars")
+        return self
+
+    @property
+    def activation(self) -> Literal["softmax", "sigmoid"]:
+        """How the final network's logits become probabilities."""
+        if self.method in ("sigmoid", "mile"):
+            return "sigmoid"
+        if self.method == "softmax":
+            return "softmax"
+        return "sigmoid" if self.imitation.loss == "bce" else "softmax"
+
+    @property
+    def imitation(self) -> Imitation:
+        """The block of noisy-student, self-distill or distill."""
+        block = getattr(self, self.method.replace("-", "_"))
+        assert isinstance(block, Imitation)
+        return block
+
+    @property
+    def rho(self) -> float | None:
+        """The pseudo-label threshold that f1@rho is read at; None where the method has none."""
+        if self.method == "mile":
+            assert self.mile is not None
+            return self.mile.rho
+        return None if self.method in ("softmax", "sigmoid") else self.imitation.rho

@@ -1,0 +1,88 @@
+"""START HERE. Flags to recipe; recipe to data, network and phases; phases to a run folder. Reads top to bottom."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__" and not __package__:
+    # As a script inside the package Python puts finetune_mile/ first on the path; the repository's root is meant.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import argparse
+
+from finetune_mile.checkpoints.cards import check_init
+from finetune_mile.flags import given_settings, parse
+from finetune_mile.images.sources import load_data, split_name
+from finetune_mile.plan import make_plan
+from finetune_mile.problems import Problem
+from finetune_mile.runlog import RunFolder, check_free, next_folder
+from finetune_mile.settings import Resolved, check, read_yaml, resolve
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command: 0 fine, 1 the run failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv)
+        resolved, path = prepare(options)
+        return run(resolved, path, options)
+    except Problem as problem:
+        for sentence in problem.sentences:
+            sys.stderr.write(f"error: {sentence}\n")
+        return 2
+
+
+def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
+    """All that can be checked before torch is imported; nothing is written."""
+    if options.resume is not None:
+        path = options.resume / "recipe.yaml"
+        if not path.is_file():
+            raise Problem(f"--resume {options.resume}: not a run folder (it has no recipe.yaml)")
+        return check(read_yaml(path), {}, [], path, "--resume"), options.resume
+    resolved = resolve(given_settings(options), options.sets)
+    split_name(resolved.recipe.data)
+    check_init(resolved.recipe.init)
+    path = options.out or next_folder(Path("runs"), resolved.path.stem)
+    check_free(path, options.overwrite)
+    return resolved, path
+
+
+def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
+    """The run itself; from here on torch is needed."""
+    from finetune_mile import devices
+    from finetune_mile.checkpoints.loading import load_network
+    from finetune_mile.explain import explain
+    from finetune_mile.images.pools import make_pools
+    from finetune_mile.session import Session
+    from finetune_mile.training import open_folder, play
+    from finetune_mile.watch import Signals
+
+    recipe = resolved.recipe
+    precision = devices.wanted_precision(recipe.precision)
+    accelerator = devices.start(precision=precision, seed=recipe.seed, track=recipe.track, project=str(path))
+    data = load_data(recipe.data)
+    pools = make_pools(data.train, recipe.fraction, recipe.seed)
+    plan = make_plan(
+        recipe, labelled=len(pools.indices["labelled"]),
+        pool_sizes={name: len(members) for name, members in pools.indices.items()},
+    )  # fmt: skip
+    network, card, report = load_network(
+        recipe.init, arch=recipe.arch, num_classes=len(data.classes), head_bias=recipe.head_bias
+    )
+    how = card.preprocess if recipe.size is None else card.preprocess.model_copy(update={"size": recipe.size})
+    recipe = recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, "precision": precision})
+    signals = Signals()
+    session = Session(
+        recipe=recipe, accelerator=accelerator, data=data, pools=pools, card=card, how=how,
+        tick=signals.raise_if_caught,
+    )  # fmt: skip
+    if accelerator.is_main_process:
+        explain(resolved, session, plan, report, full=options.explain)
+    if options.explain:
+        return 0
+    folder = RunFolder.reopen(path) if options.resume else open_folder(session, path, report, options.overwrite)
+    return play(session, plan, network, folder, signals)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

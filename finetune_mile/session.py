@@ -1,0 +1,139 @@
+"""The parts of a run that belong together: data, network and device, and what the loop asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from finetune_mile.checkpoints.cards import Card, Preprocess
+from finetune_mile.images.imageset import Data, ImageSet
+from finetune_mile.images.order import Order, micro_batches
+from finetune_mile.images.pipeline import (
+    Augmentation,
+    Batch,
+    Views,
+    batches,
+    default_workers,
+    normalise,
+)
+from finetune_mile.images.pools import Pools, balanced_weights
+from finetune_mile.images.subsets import Indices
+from finetune_mile.learning.loop import LabelStore, Loop, pack_bits
+from finetune_mile.learning.phases import Phase, Pool
+from finetune_mile.learning.roles import Roles
+from finetune_mile.learning.targets import make_targets
+from finetune_mile.measures.evaluation import predict, score
+from finetune_mile.measures.generations import pick_probe
+from finetune_mile.plan import labels_once_per_cycle
+from finetune_mile.problems import Problem
+from finetune_mile.recipe import Recipe
+
+PROBE_IMAGES = 1000
+POOLS: tuple[Pool, ...] = ("labelled", "unlabelled", "all")
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """One run's data and device; every method is a pure view of them."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    data: Data
+    pools: Pools
+    card: Card
+    how: Preprocess
+    tick: Callable[[], None]  # looked at between batches outside of training; it may raise to stop
+
+    @property
+    def num_classes(self) -> int:
+        """C."""
+        return len(self.data.classes)
+
+    @property
+    def workers(self) -> int:
+        """Loader processes for this one."""
+        if self.recipe.workers is not None:
+            return self.recipe.workers
+        return 0 if self.data.train.in_memory else default_workers(self.accelerator.num_processes)
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """uint8 images (B, 3, H, W) to the network's input, on the device."""
+        device = self.accelerator.device
+        mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (self.how.mean, self.how.std))
+        return normalise(images.to(device, non_blocking=True), mean, std)
+
+    def feed(self, pool: Pool, first_step: int) -> Iterator[Batch]:
+        """This process's parts of the batches of a pool, from a step of that pool on, without end."""
+        recipe, augment = self.recipe, self.recipe.augment
+        augmentation = Augmentation(crop=augment.crop, scale=augment.scale, shift=augment.shift, flip=augment.flip)
+        views = Views(self.pools.images, self.how, augmentation, recipe.seed)
+        order = Order(self.pools.indices[pool], len(POOLS) * recipe.seed + POOLS.index(pool))
+        keys = micro_batches(
+            order, first_step=first_step, batch_size=recipe.batch_size, accumulate=recipe.accumulate,
+            rank=self.accelerator.process_index, world=self.accelerator.num_processes,
+        )  # fmt: skip
+        return batches(views, keys, workers=self.workers, pin=self.accelerator.device.type == "cuda")
+
+    def logits(self, network: nn.Module, images: ImageSet, indices: Indices) -> Tensor:
+        """A bare network's logits (n, C) on the plain view of some images."""
+        views = Views(images, self.how, None, self.recipe.seed)
+        share = max(self.recipe.batch_size // self.accelerator.num_processes, 1)
+        return predict(
+            self.accelerator, network, views, indices, self.prepare,
+            batch_size=share, workers=self.workers, tick=self.tick,
+        )  # fmt: skip
+
+    def evaluate(self, network: nn.Module, limit: int | None) -> dict[str, float]:
+        """Scores on the validation images, or on `limit` of them."""
+        val = self.data.val
+        picked = pick_probe(len(val), limit or len(val))
+        return score(
+            self.logits(network, val, picked.numpy()), val.given[picked],
+            None if val.truth is None else val.truth[picked], activation=self.recipe.activation,
+            prediction_set=self.recipe.evaluate.prediction_set, rho=self.recipe.rho,
+        )  # fmt: skip
+
+    def probe(self, network: nn.Module) -> tuple[Tensor, Tensor]:
+        """Logits and given labels of the labelled training images that every generation is looked at on."""
+        labelled = self.pools.indices["labelled"]
+        picked = labelled[pick_probe(len(labelled), PROBE_IMAGES).numpy()]
+        return self.logits(network, self.pools.images, picked), self.pools.images.given[torch.from_numpy(picked)]
+
+    def label_pool(self, roles: Roles) -> Callable[[Phase], LabelStore]:
+        """A function that lets the teacher label a phase's whole pool, on plain views, a block at a time."""
+
+        def label(phase: Phase) -> LabelStore:
+            assert roles.teacher is not None
+            pool = self.pools.indices[phase.pool]
+            rows = torch.full((len(self.pools.images),), -1)
+            rows[torch.from_numpy(pool)] = torch.arange(len(pool))
+            packed = []
+            for block in np.array_split(pool, -(-len(pool) // 65536)):
+                logits = self.logits(roles.teacher, self.pools.images, block)
+                none = torch.full((len(block),), -1)  # the union with given labels is made per batch
+                packed.append(pack_bits(make_targets(phase.targets, none, logits, self.num_classes, phase.loss)))
+            return LabelStore(rows, torch.cat(packed), self.num_classes)
+
+        return label
+
+    def loop(self, roles: Roles) -> Loop:
+        """Everything that the loop is told once."""
+        recipe = self.recipe
+        parts = self.accelerator.num_processes * recipe.accumulate
+        if recipe.batch_size % parts:
+            raise Problem(f"--batch-size {recipe.batch_size} must be a multiple of processes x accumulate = {parts}")
+        weights = None
+        if recipe.class_weights == "balanced":
+            weights = balanced_weights(self.pools.images.given, self.num_classes).to(self.accelerator.device)
+        return Loop(
+            num_classes=self.num_classes, accumulate=recipe.accumulate, clip=recipe.optimizer.clip,
+            reset_optimizer=recipe.mile is not None and recipe.method == "mile"
+            and recipe.mile.optimizer_state == "reset",
+            class_weights=weights, prepare=self.prepare, feed=self.feed,
+            label_pool=self.label_pool(roles) if labels_once_per_cycle(recipe) else None,
+        )  # fmt: skip

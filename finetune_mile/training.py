@@ -1,0 +1,182 @@
+"""A run from an opened folder to its results: resume if there is something, train, evaluate, write."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finetune_mile.checkpoints.exporting import write_export
+from finetune_mile.checkpoints.loading import LoadReport
+from finetune_mile.checkpoints.teachers import load_teacher
+from finetune_mile.display import Display, closing_table
+from finetune_mile.learning import saving
+from finetune_mile.learning.loop import Average, train
+from finetune_mile.learning.optim import make_optimizer, parameter_groups, rate_at
+from finetune_mile.learning.roles import Roles, copy_into
+from finetune_mile.outcome import same_on_every_process, write_labels
+from finetune_mile.pages.model_card import model_card
+from finetune_mile.pages.report import write_report
+from finetune_mile.plan import Plan
+from finetune_mile.problems import Problem
+from finetune_mile.runlog import RunFolder, environment, write_json
+from finetune_mile.session import Session
+from finetune_mile.settings import to_yaml
+from finetune_mile.watch import Signals, Stopped, Watch
+
+
+def open_folder(session: Session, path: Path, report: LoadReport, overwrite: bool) -> RunFolder:
+    """Make the run folder with all that is known before the first step; the first process does it."""
+    recipe, accelerator = session.recipe, session.accelerator
+    folder = RunFolder(path)
+    if accelerator.is_main_process:
+        folder = RunFolder.create(path, to_yaml(recipe), overwrite=overwrite)
+        write_json(path / "init.json", report.to_json())
+        write_json(path / "split.json", session.pools.to_json(recipe.fraction, recipe.seed))
+        folder.update(
+            status="running", card=session.card.model_dump(mode="json"), world_size=accelerator.num_processes,
+            device=str(accelerator.device), threads=torch.get_num_threads(), **environment(),
+        )  # fmt: skip
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def play(session: Session, plan: Plan, network: nn.Module, folder: RunFolder, signals: Signals) -> int:
+    """Train what is left, then finish; returns the exit code."""
+    accelerator = session.accelerator
+    if folder.info.get("status") == "finished" and (folder.path / "results.json").is_file():
+        accelerator.print(f"{folder.path} is finished; its results are in results.json")
+        return 0
+    record = folder.update if accelerator.is_main_process else _nobody
+    try:
+        record(status="running")
+        learner, watch = _train(session, plan, network, folder, signals)
+        _finish(session, learner, folder)
+        speed = round(watch.images_seen / watch.busy_seconds, 1) if watch.busy_seconds else None
+        record(status="finished", images_per_second=speed)
+    except Stopped as stopped:
+        record(status="stopped", signal=str(stopped))
+        accelerator.print(f"stopped; go on with --resume {folder.path}")
+        return 128 + stopped.signum
+    except Problem as problem:
+        record(status="failed", error=str(problem))
+        raise
+    except BaseException as error:
+        record(status="failed", error=repr(error))
+        raise
+    accelerator.end_training()
+    return 0
+
+
+def _nobody(**facts: object) -> None:
+    """Other processes than the first record nothing."""
+    del facts
+
+
+def _train(
+    session: Session, plan: Plan, network: nn.Module, folder: RunFolder, signals: Signals
+) -> tuple[nn.Module, Watch]:
+    recipe, accelerator, settings = session.recipe, session.accelerator, session.recipe.optimizer
+    if recipe.sync_batch_norm and accelerator.num_processes > 1:
+        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    network.to(accelerator.device)
+    teacher = None
+    if recipe.teacher is not None:
+        teacher = load_teacher(recipe.teacher, classes=session.data.classes, seen=session.how)
+        teacher.to(accelerator.device)
+    roles = Roles(network, plan.phases, teacher)
+    groups = parameter_groups(network, lr=settings.lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay)
+    bare = make_optimizer(settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov)
+    wrapped, optimizer = accelerator.prepare(network, bare)
+    average = None if settings.ema is None else Average(network, settings.ema)
+    if recipe.track != "none":
+        accelerator.init_trackers(folder.path.name, config={"recipe": to_yaml(recipe)})
+
+    content = saving.load_latest(folder)
+    step = 0
+    if content is not None:
+        step = saving.restore(content, accelerator, roles=roles, optimizer=optimizer, average=average)
+    if accelerator.is_main_process:
+        folder.rewind(step)
+    if content is None:
+        torch.manual_seed(recipe.seed + accelerator.process_index)  # dropout differs between processes
+
+    def save(at: int, extra: dict[str, Any]) -> None:
+        saving.save(
+            folder,
+            accelerator,
+            step=at,
+            roles=roles,
+            optimizer=optimizer,
+            average=average,
+            extra=extra,
+        )
+
+    with Display(plan.total_steps, step, visible=accelerator.is_main_process) as display:
+        watch = Watch(
+            accelerator, folder, display, signals, plan, num_classes=session.num_classes,
+            log_every=recipe.log_every, checkpoint_every=recipe.checkpoint_every,
+            evaluate_every=None if recipe.evaluate.every is None else plan.steps(recipe.evaluate.every),
+            save=save, evaluate=lambda: session.evaluate(network, recipe.evaluate.images),
+            probe=lambda: session.probe(network),
+        )  # fmt: skip
+        if content is not None:
+            watch.resume(step, content["extra"])
+        train(
+            accelerator, wrapped, roles, plan.phases, optimizer, rate_of(session, plan), session.loop(roles),
+            average=average, first_step=step, on_step=watch,
+        )  # fmt: skip
+    if not same_on_every_process(network, accelerator.gather):
+        raise Problem("the processes ended with different weights: this is a bug, please report it")
+    learner = network
+    if average is not None:
+        learner = copy.deepcopy(network)
+        copy_into(learner.state_dict(), average.weights)
+    return learner, watch
+
+
+def rate_of(session: Session, plan: Plan) -> Any:
+    """Step to the share of the base learning rate."""
+    settings = session.recipe.optimizer
+    warmup = plan.steps(settings.warmup)
+    milestones = tuple(plan.steps(m) for m in settings.milestones)
+
+    def rate(step: int) -> float:
+        return rate_at(
+            step, total_steps=plan.total_steps, schedule=settings.schedule, warmup=warmup,
+            milestones=milestones, gamma=settings.gamma,
+        )  # fmt: skip
+
+    return rate
+
+
+def _finish(session: Session, learner: nn.Module, folder: RunFolder) -> None:
+    """Score the student on everything and write what a run leaves behind."""
+    recipe, accelerator, data = session.recipe, session.accelerator, session.data
+    results = session.evaluate(learner, None)
+    labelled = session.pools.indices["labelled"]
+    found: Tensor | None = None
+    if recipe.evaluate.labels:
+        logits = session.logits(learner, session.pools.images, labelled)
+        found = logits.sigmoid() if recipe.activation == "sigmoid" else logits.softmax(1)
+    if not accelerator.is_main_process:
+        return
+    write_json(folder.path / "results.json", results)
+    if found is not None:
+        ids = [session.pools.images.ids[i] for i in labelled]
+        given = session.pools.images.given[torch.from_numpy(labelled)]
+        write_labels(folder.path / "labels.parquet", ids, given, found, data.classes, recipe.rho or 0.25)
+    config = {
+        "arch": recipe.arch or session.card.arch, "padding": session.card.padding, "num_classes": len(data.classes),
+        "classes": list(data.classes), **session.how.model_dump(mode="json"),
+        "activation": recipe.activation, "init": recipe.init, "method": recipe.method,
+    }  # fmt: skip
+    write_export(folder.path / "export", learner, config, model_card(recipe, config, results))
+    write_report(session, learner, folder, results)
+    title = f"{recipe.method} on {data.name}: the student on {int(results['images']):,} images"
+    from rich.console import Console
+
+    Console(stderr=True).print(closing_table(results, title), f"\n{folder.path / 'report.html'}")

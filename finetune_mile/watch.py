@@ -1,0 +1,222 @@
+"""What happens around the steps: metrics, checkpoints, evaluation at the end of phases, guards, and stopping."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from finetune_mile.display import Display
+from finetune_mile.learning.loop import StepRecord
+from finetune_mile.learning.phases import Given, Phase
+from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
+from finetune_mile.plan import Plan
+from finetune_mile.problems import Problem
+from finetune_mile.runlog import RunFolder
+
+AGREE_EVERY = 8  # steps between two looks at whether another process was told to stop
+
+
+class Stopped(Exception):
+    """A signal asked for an end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class Signals:
+    """SIGTERM and SIGINT become a flag that is looked at between steps; a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._catch)
+
+    def _catch(self, signum: int, _: FrameType | None) -> None:
+        if self.caught is not None:
+            raise KeyboardInterrupt
+        self.caught = signum
+
+    def raise_if_caught(self) -> None:
+        """Stop in the middle of something that can be done again."""
+        if self.caught is not None:
+            raise Stopped(self.caught)
+
+
+class Watch:
+    """The loop's `on_step`."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: RunFolder,
+        display: Display,
+        signals: Signals,
+        plan: Plan,
+        *,
+        num_classes: int,
+        log_every: int,
+        checkpoint_every: int,
+        evaluate_every: int | None,
+        save: Callable[[int, dict[str, Any]], None],
+        evaluate: Callable[[], dict[str, float]],
+        probe: Callable[[], tuple[Tensor, Tensor]],
+    ) -> None:
+        """Wire it up.
+
+        Args:
+            accelerator: for processes.
+            folder: where records go.
+            display: where the user looks.
+            signals: whether to stop.
+            plan: the phases.
+            num_classes: C.
+            log_every: steps between metrics.
+            checkpoint_every: steps between checkpoints.
+            evaluate_every: steps between evaluations inside a phase; None: at phase ends only.
+            save: writes a checkpoint of (step, extra).
+            evaluate: scores of the learner on validation images.
+            probe: the learner's logits (n, C) on the probe images, and their given labels.
+        """
+        self.accelerator, self.folder, self.display, self.signals = (
+            accelerator,
+            folder,
+            display,
+            signals,
+        )
+        self.plan, self.num_classes = plan, num_classes
+        self.log_every, self.checkpoint_every, self.evaluate_every = (
+            log_every,
+            checkpoint_every,
+            evaluate_every,
+        )
+        self.save, self.evaluate, self.probe = save, evaluate, probe
+        self.probe_labels: Tensor | None = None
+        self.label_report: LabelReport | None = None
+        self.saved_step = -1
+        self.images_seen, self.busy_seconds = 0, 0.0
+        self._window: list[StepRecord] = []
+        self._mark = time.monotonic()
+        self._images_since = 0
+
+    def __call__(self, record: StepRecord) -> None:
+        """After each step."""
+        self._window.append(record)
+        self._images_since += record.images * self.accelerator.num_processes
+        evaluate = record.ended or (self.evaluate_every is not None and record.step % self.evaluate_every == 0)
+        save = evaluate or record.step % self.checkpoint_every == 0
+        if save or record.step % self.log_every == 0:
+            self._flush(record)
+        if save:
+            self._save(record.step)
+        self._stop_if_asked(record.step)
+        if evaluate:
+            self.look(record.step, record.phase, ended=record.ended)
+
+    def resume(self, step: int, extra: dict[str, Any]) -> None:
+        """Go on after a restart: what was measured right after the checkpoint is measured again."""
+        self.probe_labels = extra["probe_labels"]
+        report = extra["label_report"]
+        self.label_report = None if report is None else LabelReport(**report)
+        self.saved_step = step
+        ending = self.plan.phase_ending_at(step)
+        if ending is not None:
+            self.look(step, ending, ended=True)
+
+    def look(self, step: int, phase: Phase, *, ended: bool) -> None:
+        """Evaluate the learner, and a new teacher's labels; both go into metrics.jsonl."""
+        try:
+            scores = self.evaluate()
+            report = self._look_at_labels(phase) if ended else None
+        except Stopped:
+            self._finish_stopping(step)
+            raise
+        role = "teacher" if phase.name == "interaction" and "teacher" in phase.becomes else "student"
+        record: dict[str, object] = {
+            "step": step, "kind": "evaluation", "phase": phase.name, "generation": phase.generation,
+            "role": role, "ended": ended, **scores,
+        }  # fmt: skip
+        if report is not None:
+            record["labels"] = asdict(report)
+        if self.accelerator.is_main_process:
+            self.folder.append(record)
+        self.accelerator.log({f"{role}/{k}": v for k, v in scores.items()}, step=step)
+        self._mark = time.monotonic()
+
+    def _look_at_labels(self, phase: Phase) -> LabelReport | None:
+        """Describe the labels that the learner, as the next teacher, will give."""
+        following = [p for p in self.plan.phases if p.name == "imitation"]
+        if "teacher" not in phase.becomes or not following or isinstance(following[0].targets, Given):
+            return None
+        logits, given = self.probe()
+        report, labels = inspect_labels(following[0].targets, logits, given, self.probe_labels)
+        for sentence in guard(report, self.num_classes, self.label_report):
+            self.display.warn(f"generation {phase.generation}: {sentence}")
+        self.probe_labels, self.label_report = labels, report
+        return report
+
+    def _flush(self, record: StepRecord) -> None:
+        """Average the window, over all processes, into one line."""
+        window, self._window = self._window, []
+        sums = torch.stack([torch.stack([r.loss for r in window]).sum(), torch.zeros_like(record.loss)])
+        counted = [r for r in window if r.labels is not None]
+        labels = (
+            torch.stack([r.labels for r in counted if r.labels is not None]).sum(0) if counted else sums.new_zeros(3)
+        )
+        images = sum(r.images for r in counted)
+        totals = self.accelerator.reduce(torch.cat([sums[:1], labels]), reduction="sum").tolist()
+        loss = totals[0] / (len(window) * self.accelerator.num_processes)
+        if not math.isfinite(loss):
+            raise Problem(
+                f"the loss is {loss} at step {record.step} ({record.phase.name} {record.phase.generation}); "
+                "lower --lr, or set optimizer.clip"
+            )
+        now = time.monotonic()
+        self.busy_seconds += now - self._mark
+        self.images_seen += self._images_since
+        speed = self._images_since / max(now - self._mark, 1e-9)
+        self._mark, self._images_since = now, 0
+        line: dict[str, object] = {
+            "step": record.step, "kind": "train", "phase": record.phase.name,
+            "generation": record.phase.generation, "loss": loss, "rate": record.share,
+            "images_per_second": round(speed, 1),
+        }  # fmt: skip
+        if counted:
+            everyone = images * self.accelerator.num_processes
+            names = ("labels_per_image", "empty_share", "given_per_image")
+            line |= {name: total / everyone for name, total in zip(names, totals[1:], strict=True)}
+        if self.accelerator.is_main_process:
+            self.folder.append(line)
+        self.accelerator.log({"train/loss": loss, "train/rate": record.share}, step=record.step)
+        self.display.step(record.step, record.phase.name, record.phase.generation, speed, loss)
+
+    def _save(self, step: int) -> None:
+        report = None if self.label_report is None else asdict(self.label_report)
+        self.save(step, {"probe_labels": self.probe_labels, "label_report": report})
+        self.saved_step = step
+
+    def _stop_if_asked(self, step: int) -> None:
+        """All processes stop at the same step, or none."""
+        caught = self.signals.caught
+        if self.accelerator.num_processes > 1:
+            if step % AGREE_EVERY:
+                return
+            flag = torch.tensor([caught or 0], device=self.accelerator.device)
+            caught = int(self.accelerator.gather(flag).max()) or None
+        if caught is not None:
+            self.signals.caught = caught
+            self._finish_stopping(step)
+            raise Stopped(caught)
+
+    def _finish_stopping(self, step: int) -> None:
+        if self.saved_step != step:
+            self._save(step)

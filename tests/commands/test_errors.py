@@ -1,0 +1,79 @@
+"""Bad input: one clear sentence, exit code 2, well under a second, nothing written."""
+
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+CASES = {
+    "unknown flag": (["--fractoin", "0.1"], "did you mean --fraction?"),
+    "several at once": (["--fraction", "2", "--k-t", "0", "--seed", "x"], "--fraction 2"),
+    "fraction": (["--fraction", "2"], "less than or equal to 1"),
+    "k_t": (["--k-t", "0"], "--k-t 0"),
+    "underscores are dashes": (["--k_t", "0"], "--k-t 0"),
+    "method": (["--method", "milk"], "--method milk"),
+    "k_t without mile": (["--method", "sigmoid", "--k-t", "5"], "belongs to --method mile"),
+    "missing directory": (["--data", "folder:nowhere"], "no directory 'nowhere'"),
+    "bare missing directory": (["--data", "nowhere"], "no directory 'nowhere'"),
+    "unknown source": (["--data", "foldr:x"], "did you mean folder:?"),
+    "unknown card": (["--init", "simclr-dmo", "--data", "demo"], "did you mean simclr-demo"),
+    "unknown key": (["--set", "optimizer.momentun=0.8"], "did you mean momentum?"),
+    "no value": (["--set", "optimizer.momentum"], "write KEY=VALUE"),
+    "no teacher": (["--method", "distill"], "needs --teacher"),
+    "missing recipe": (["--recipe", "demoo"], "there are demo"),
+    "steps and epochs": (["--steps", "5", "--epochs", "1"], "give one of them"),
+    "a word too many": (["demo"], "demo: what is this?"),
+    "resume with a setting": (["--resume", "somewhere", "--seed", "1"], "takes no other setting"),
+    "resume nothing": (["--resume", "somewhere"], "not a run folder"),
+}
+
+
+def run(*flags, cwd):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "finetune_mile/run.py"), *flags], cwd=cwd, capture_output=True, text=True, timeout=60
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_sentence(case, tmp_path):
+    flags, sentence = CASES[case]
+    done = run(*flags, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert all(line.startswith("error: ") for line in done.stderr.splitlines())
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_problems_are_told_at_once(tmp_path):
+    done = run("--fraction", "2", "--k-t", "0", "--lr", "-1", "--set", "nonsense=1", cwd=tmp_path)
+    assert len(done.stderr.splitlines()) == 4
+
+
+@pytest.mark.parametrize("text", ["method: mile\nfraction: 2\n", "just a string", "a: [1,\n", ""])
+def test_a_wrong_recipe_is_told_by_explain(text, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(text)
+    done = run("--recipe", "mine.yaml", "--explain", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "mine.yaml" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--fraction", "2"], ["--data", "folder:nowhere"]])
+def test_help_and_errors_do_not_import_torch(flags, tmp_path):
+    code = f"import sys; sys.argv[1:] = {flags!r}\nfrom finetune_mile import run\ntry: run.main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_lists_every_flag_of_the_contract(tmp_path):
+    done = run("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    for flag in (
+        "--recipe --init --fraction --method --variant --data --arch --semi --teacher --k-t --k-s --rho --steps "
+        "--epochs --batch-size --lr --seed --out --resume --track --explain --set --overwrite"
+    ).split():
+        assert f"{flag} " in done.stdout

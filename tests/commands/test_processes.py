@@ -1,0 +1,42 @@
+"""Two processes are one run: the same samples, the same weights."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from safetensors.torch import load_file
+
+from conftest import ROOT, SHORT_MILE
+
+FLAGS = [*SHORT_MILE, "--arch", "resnet-demo-gn", "--steps", "50", "--set", "augment.shift=1"]
+
+
+def launch(out, *, processes, use_cpu, flags=FLAGS):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE")}
+    env |= {"OMP_NUM_THREADS": "1"} | ({"ACCELERATE_USE_CPU": "1"} if use_cpu else {})
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "0"]
+    script = [str(ROOT / "finetune_mile/run.py"), *flags, "--out", str(out)]
+    return subprocess.run([*command, *script], env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_two_processes_equal_one(tmp_path):
+    for processes in (1, 2):
+        done = launch(tmp_path / str(processes), processes=processes, use_cpu=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+    info = json.loads((tmp_path / "2/run.json").read_text())
+    assert info["world_size"] == 2
+    one, two = (load_file(tmp_path / str(p) / "export/model.safetensors") for p in (1, 2))
+    for name in one:
+        assert (one[name] - two[name]).abs().max() <= 1e-5, name
+    results = [json.loads((tmp_path / str(p) / "results.json").read_text()) for p in (1, 2)]
+    assert results[0]["images"] == results[1]["images"] == 100
+    assert results[0]["accuracy"] == pytest.approx(results[1]["accuracy"], abs=2)
+
+
+def test_processes_that_do_not_see_each_other_are_stopped(tmp_path):
+    done = launch(tmp_path / "run", processes=2, use_cpu=False)
+    assert done.returncode != 0
+    assert "ACCELERATE_USE_CPU=1 torchrun --nproc_per_node 2" in done.stderr
+    assert not (tmp_path / "run").exists()

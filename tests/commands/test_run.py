@@ -1,0 +1,129 @@
+"""The command as a user types it: every method, the whole run folder, and what is refused."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from conftest import SHORT, SHORT_MILE, losses
+from finetune_mile.checkpoints.exporting import read_export
+from finetune_mile.run import main
+
+FILES = {"recipe.yaml", "run.json", "init.json", "split.json", "metrics.jsonl", "results.json", "checkpoints", "export",
+         "labels.parquet", "report.html"}  # fmt: skip
+
+
+def test_a_run_leaves_everything_behind(tmp_path, capsys):
+    out = tmp_path / "run"
+    flags = ["--data", "demo:400", "--steps", "12", "--batch-size", "8", "--k-t", "4", "--k-s", "2", "--fraction", "0.1",
+             "--set", "mile.warmup=0", "--set", "evaluate.images=40"]  # fmt: skip
+    assert main([*flags, "--out", str(out)]) == 0
+    assert {p.name for p in out.iterdir()} == FILES
+    info = json.loads((out / "run.json").read_text())
+    assert info["status"] == "finished"
+    assert {"versions", "git", "card", "world_size", "device", "seconds", "images_per_second"} <= info.keys()
+    init = json.loads((out / "init.json").read_text())
+    assert init["counts"]["loaded"] == len(init["loaded"]) > 40
+    assert set(init["reset"]) == {"fc.weight", "fc.bias"}
+    split = json.loads((out / "split.json").read_text())
+    assert split["labelled"] == len(split["ids"]) == 40
+    results = json.loads((out / "results.json").read_text())
+    wanted = {"accuracy", "top5", "real_acc", "f1@0.25", "f1@0.5", "f1@rho", "coverage@0.25", "lrap", "trivial_f1"}
+    assert wanted <= results.keys()
+    assert results["images"] == 100
+    labels = pq.read_table(out / "labels.parquet")
+    assert labels.num_rows == 40
+    assert labels.column_names == ["id", "given", "found", "probability"]
+    recipe = yaml.safe_load((out / "recipe.yaml").read_text())
+    assert recipe["steps"] == 12
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png") >= 18
+    assert "http" not in page.replace("http-equiv", ""), "the page needs nothing from outside"
+    network, config = read_export(out)
+    assert network(torch.zeros(1, 3, 24, 24)).shape == (1, 10)
+    assert config["activation"] == "sigmoid"
+    assert "accuracy" in capsys.readouterr().err
+
+
+def test_all_six_methods_run(run_demo):
+    """`distill` learns from the export of one of the others, of another architecture."""
+    folders = {}
+    for method in ("softmax", "sigmoid", "noisy-student", "self-distill"):
+        folders[method] = run_demo(method, *SHORT, "--method", method)
+    folders["mile"] = run_demo("mile", *SHORT_MILE, "--arch", "resnet-demo-gn")
+    folders["distill"] = run_demo("distill", *SHORT, "--method", "distill", "--teacher", str(folders["mile"]))
+    for method, folder in folders.items():
+        assert len(losses(folder)) == 24, method
+        results = json.loads((folder / "results.json").read_text())
+        assert ("f1@rho" in results) == (method not in ("softmax", "sigmoid"))
+        config = json.loads((folder / "export/config.json").read_text())
+        assert config["activation"] == ("softmax" if method in ("softmax", "self-distill") else "sigmoid")
+
+
+def test_a_run_is_never_overwritten_by_accident(tmp_path, capsys):
+    out = tmp_path / "run"
+    flags = [*SHORT, "--method", "sigmoid", "--steps", "2", "--out", str(out)]
+    assert main(flags) == 0
+    before = (out / "export/model.safetensors").read_bytes()
+    assert main([*flags, "--seed", "1"]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert (out / "export/model.safetensors").read_bytes() == before
+    assert main(["--resume", str(out)]) == 0, "a finished run has nothing left to do"
+    assert (out / "export/model.safetensors").read_bytes() == before
+    assert main([*flags, "--seed", "1", "--overwrite"]) == 0
+    assert (out / "export/model.safetensors").read_bytes() != before
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("mine")
+    assert main([*flags[:-1], str(tmp_path / "other"), "--overwrite"]) == 2
+    assert (tmp_path / "other/notes.txt").read_text() == "mine"
+
+
+def test_explain_prints_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*SHORT_MILE, "--variant", "published", "--explain"]) == 0
+    printed = capsys.readouterr().out
+    assert "TTTSTTTSTTTSTTTSTTTSTTTS" in printed
+    assert "variant published" in printed
+    assert "imitate_from" in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_seed_is_the_same_run_and_another_is_not(run_demo):
+    a, b, c = (run_demo(name, *SHORT_MILE, "--seed", seed) for name, seed in (("a", "1"), ("b", "1"), ("c", "2")))
+    tensors = [load_file(f / "export/model.safetensors") for f in (a, b, c)]
+    assert all(tensors[0][name].equal(tensors[1][name]) for name in tensors[0])
+    assert not all(tensors[0][name].equal(tensors[2][name]) for name in tensors[0])
+
+
+def test_a_folder_of_photos(tmp_path, run_demo):
+    from PIL import Image
+
+    for split in ("train", "val"):
+        for label, colour in (("red", (200, 30, 30)), ("blue", (30, 30, 200))):
+            (tmp_path / "photos" / split / label).mkdir(parents=True)
+            for i in range(4):
+                mode = ("RGB", "L", "RGB", "P")[i]
+                image = Image.new("RGB", (30 + 5 * i, 40), tuple(c + i for c in colour)).convert(mode)
+                image.save(tmp_path / "photos" / split / label / f"{i}.{('jpg', 'png', 'webp', 'png')[i]}")
+    out = run_demo(
+        "photos", "--data", str(tmp_path / "photos"), "--init", "none", "--arch", "resnet-demo", "--steps", "10",
+        "--batch-size", "4", "--set", "size=16", "--set", "workers=0",
+    )  # fmt: skip
+    assert json.loads((out / "results.json").read_text())["images"] == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--k-s", "30"], "do not hold one generation"),
+        (["--semi", "unlabelled"], "no such images at --fraction 1"),
+        (["--set", "accumulate=3"], "multiple of processes x accumulate"),
+        (["--arch", "resnet51"], "--arch resnet51: unknown"),
+    ],
+)
+def test_what_only_the_data_can_tell(flags, sentence, tmp_path, capsys):
+    assert main([*SHORT_MILE, *flags, "--out", str(tmp_path / "run")]) == 2
+    assert sentence in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""Order and randomness are functions: of the seed, the epoch and the sample, and of nothing else."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.images.order import Order, micro_batches
+from finetune_mile.images.pipeline import Augmentation, Views, batches, crop_box
+from finetune_mile.images.randomness import permutation, uniforms
+from finetune_mile.images.sources.demo import load
+
+
+def test_draws_are_uniform_and_independent():
+    draws = uniforms(3, 0, np.arange(50_000), 3)
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    assert np.abs(draws.mean(0) - 0.5).max() < 0.01
+    assert np.abs(np.corrcoef(draws.T) - np.eye(3)).max() < 0.02
+    other = uniforms(3, 1, np.arange(50_000), 3)
+    assert abs(np.corrcoef(draws[:, 0], other[:, 0])[0, 1]) < 0.02
+
+
+def test_draws_never_change_from_release_to_release():
+    assert uniforms(0, 0, np.array([5]), 2).round(8).tolist() == [[0.67132011, 0.78797723]]
+    assert permutation(0, 1, 10).tolist() == [0, 2, 4, 9, 5, 6, 8, 7, 1, 3]
+
+
+@given(st.integers(1, 40), st.integers(0, 99), st.integers(0, 200), st.integers(1, 90))
+def test_an_epoch_sees_everything_once(size, seed, start, count):
+    pool = np.arange(size) * 3 + 1
+    keys = Order(pool, seed).keys(start, count)
+    assert len(keys) == count
+    whole = Order(pool, seed).keys(0, start + count)
+    assert keys == whole[start:]
+    for epoch, members in itertools.groupby(whole, key=lambda key: key[0]):
+        seen = [sample for _, sample in members]
+        assert len(set(seen)) == len(seen)
+        if (epoch + 1) * size <= start + count:
+            assert sorted(seen) == pool.tolist()
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
+def test_processes_and_accumulation_share_one_order(world, accumulate):
+    pool, steps, batch = np.arange(10), 5, 8
+    feeds = [
+        micro_batches(Order(pool, 7), first_step=2, batch_size=batch, accumulate=accumulate, rank=r, world=world)
+        for r in range(world)
+    ]
+    for step in range(2, 2 + steps):
+        seen = [key for _ in range(accumulate) for feed in feeds for key in next(feed)]
+        assert sorted(seen) == sorted(Order(pool, 7).keys(step * batch, batch))
+
+
+def test_workers_do_not_change_what_is_seen():
+    data = load("").train
+    how = Preprocess(size=24, crop=1.0)
+    augmentation = Augmentation(crop="random-resized", scale=(0.2, 1.0), shift=0, flip=True)
+    keys = [[(0, 3), (1, 3), (0, 4)], [(2, 9), (2, 10), (0, 3)]]
+    views = Views(data, how, augmentation, seed=1)
+    alone = list(batches(views, keys, workers=0, pin=False))
+    helped = list(batches(views, keys, workers=2, pin=False))
+    for a, b in zip(alone, helped, strict=True):
+        assert a.images.equal(b.images)
+        assert a.labels.equal(b.labels)
+        assert a.samples.equal(b.samples)
+    assert alone[0].images[0].equal(alone[1].images[2]), "the same key is the same view"
+    assert not alone[0].images[0].equal(alone[0].images[1]), "another epoch is another view"
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 999))
+def test_crops_lie_inside_the_image(height, width, sample):
+    draws = uniforms(0, 0, np.array([sample]), 40)[0].tolist()
+    top, left, h, w = crop_box(height, width, (0.08, 1.0), draws)
+    assert 0 <= top
+    assert 0 <= left
+    assert 0 < h <= height - top
+    assert 0 < w <= width - left
+
+
+def test_the_demo_is_what_the_paper_describes():
+    data = load("")
+    for images in (data.train, data.val):
+        assert images.truth is not None
+        assert images.truth[torch.arange(len(images)), images.given].all(), "the given label is in the grid"
+        assert float(images.truth.sum(1).float().mean()) == pytest.approx(6.12, abs=0.05)
+    again = load("")
+    assert again.train.read(17).equal(data.train.read(17))
+    assert again.train.given.equal(data.train.given)

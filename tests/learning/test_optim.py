@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from finetune_mile.learning.optim import make_optimizer, parameter_groups, rate_at, set_rate
+from finetune_mile.networks.heads import build, get_head, new_head
+
+
+def test_the_rate_is_a_function_of_the_step():
+    cosine = [rate_at(s, total_steps=10, schedule="cosine", warmup=2) for s in range(10)]
+    assert cosine[:3] == [0.5, 1.0, 1.0]
+    assert cosine == sorted(cosine[:2]) + sorted(cosine[2:], reverse=True)
+    assert 0 < cosine[-1] < 0.1
+    steps = [rate_at(s, total_steps=6, schedule="step", milestones=(2, 4), gamma=0.1) for s in range(6)]
+    assert steps == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    assert rate_at(99, total_steps=10, schedule="constant") == 1.0
+
+
+def test_groups_cover_everything_once_and_vectors_do_not_decay():
+    network = build("resnet-demo")
+    new_head(network, 5, "prior")
+    groups = parameter_groups(network, lr=0.1, head_lr=2.0, weight_decay=0.01)
+    members = [id(p) for g in groups for p in g["params"]]
+    assert sorted(members) == sorted(id(p) for p in network.parameters())
+    for group in groups:
+        for p in group["params"]:
+            assert group["weight_decay"] == (0.01 if p.ndim > 1 else 0.0)
+            in_head = any(p is q for q in get_head(network).parameters())
+            assert group["lr"] == (2.0 if in_head else 0.1)
+
+
+@pytest.mark.parametrize(("name", "lr"), [("sgd", 0.02), ("adamw", 0.02), ("lars", 4.0)])
+def test_every_optimiser_learns_and_takes_its_rate(name, lr):
+    torch.manual_seed(0)
+    network = build("resnet-demo")
+    new_head(network, 3, "zero")
+    groups = parameter_groups(network, lr=lr, head_lr=None, weight_decay=0.0)
+    optimizer = make_optimizer(name, groups, momentum=0.9, nesterov=name == "sgd")
+    images, labels = torch.randn(6, 3, 8, 8), torch.tensor([0, 1, 2, 0, 1, 2])
+    losses = []
+    for _ in range(25):
+        set_rate(optimizer, 0.5)
+        loss = torch.nn.functional.cross_entropy(network(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert {g["lr"] for g in optimizer.param_groups} == {lr / 2}

@@ -1,0 +1,81 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune_mile.learning.losses import bce, cross_entropy
+from finetune_mile.learning.loop import label_counts, pack_bits, unpack_bits
+from finetune_mile.learning.phases import Argmax, Given, Soften, Threshold
+from finetune_mile.learning.targets import given_matrix, make_targets
+
+LOGITS = torch.tensor([[2.0, -2.0, 0.1], [-3.0, -3.0, -2.0], [0.5, 0.6, -9.0]])
+LABELS = torch.tensor([0, 1, -1])
+
+
+def test_given_labels_single_multi_and_none():
+    assert given_matrix(LABELS, 3).tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 0]]
+    several = torch.tensor([[1, 0, 1], [-1, -1, -1]])
+    assert given_matrix(several, 3).tolist() == [[1, 0, 1], [0, 0, 0]]
+    assert make_targets(Given(), LABELS, None, 3, "bce").equal(given_matrix(LABELS, 3))
+
+
+def test_thresholded_labels_and_what_an_empty_set_becomes():
+    plain = make_targets(Threshold(rho=0.25), LABELS, LOGITS, 3, "bce")
+    assert plain.tolist() == [[1, 0, 1], [0, 0, 0], [1, 1, 0]]
+    best = make_targets(Threshold(rho=0.25, empty="argmax"), LABELS, LOGITS, 3, "bce")
+    assert best.tolist() == [[1, 0, 1], [0, 0, 1], [1, 1, 0]]
+    union = make_targets(Threshold(rho=0.25, union=True), LABELS, LOGITS, 3, "bce")
+    assert union.tolist() == [[1, 0, 1], [0, 1, 0], [1, 1, 0]]
+    assert label_counts(plain, LABELS).tolist() == [4, 1, 1]
+
+
+def test_soft_and_argmax_labels():
+    soft = make_targets(Soften(temperature=2.0), LABELS, LOGITS, 3, "cross_entropy")
+    assert soft.allclose((LOGITS / 2).softmax(1))
+    assert make_targets(Soften(temperature=1.0), LABELS, LOGITS, 3, "bce").allclose(LOGITS.sigmoid())
+    assert make_targets(Argmax(), LABELS, LOGITS, 3, "bce").argmax(1).tolist() == [0, 2, 1]
+
+
+def test_teacher_labels_need_a_teacher():
+    with pytest.raises(ValueError, match="teacher"):
+        make_targets(Argmax(), LABELS, None, 3, "bce")
+
+
+@given(st.floats(0.01, 0.98), st.floats(0.001, 0.01), st.integers(0, 99))
+def test_thresholded_labels_are_binary_and_shrink_as_rho_grows(rho, more, seed):
+    logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(seed))
+    none = torch.full((8,), -1)
+    low = make_targets(Threshold(rho=rho), none, logits, 5, "bce")
+    high = make_targets(Threshold(rho=rho + more), none, logits, 5, "bce")
+    assert set(low.unique().tolist()) <= {0.0, 1.0}
+    assert bool((high <= low).all())
+
+
+def test_bce_is_summed_over_classes_and_averaged_over_the_batch():
+    targets = given_matrix(LABELS, 3)
+    p = LOGITS.sigmoid()
+    by_hand = -(targets * p.log() + (1 - targets) * (1 - p).log()).sum() / 3
+    assert float(bce(LOGITS, targets)) == pytest.approx(float(by_hand), rel=1e-5)
+    weights = torch.tensor([1.0, 2.0, 0.0])
+    weighted = F.binary_cross_entropy_with_logits(LOGITS, targets, weight=weights, reduction="sum") / 3
+    assert float(bce(LOGITS, targets, weights)) == pytest.approx(float(weighted), rel=1e-6)
+
+
+def test_cross_entropy_equals_torchs():
+    labels = torch.tensor([0, 1, 2])
+    assert float(cross_entropy(LOGITS, given_matrix(labels, 3))) == pytest.approx(
+        float(F.cross_entropy(LOGITS, labels)), rel=1e-6
+    )
+    both = torch.tensor([[1.0, 1.0, 0.0]])
+    assert float(cross_entropy(torch.zeros(1, 3), both)) == pytest.approx(math.log(3), rel=1e-6)
+
+
+@given(st.integers(1, 40), st.integers(0, 99))
+def test_labels_pack_to_bits_and_back(classes, seed):
+    labels = (torch.rand(7, classes, generator=torch.Generator().manual_seed(seed)) > 0.5).float()
+    packed = pack_bits(labels)
+    assert packed.shape == (7, math.ceil(classes / 8))
+    assert unpack_bits(packed, classes).equal(labels)

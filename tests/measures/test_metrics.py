@@ -1,0 +1,90 @@
+"""Our measures against scikit-learn's, on random input with ties and empty sets."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import f1_score, label_ranking_average_precision_score, top_k_accuracy_score
+
+from finetune_mile.measures import metrics
+from finetune_mile.measures.evaluation import score
+from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
+from finetune_mile.learning.phases import Threshold
+
+
+def sample(seed, n=60, c=7, rounding=1):
+    g = torch.Generator().manual_seed(seed)
+    scores = (torch.randn(n, c, generator=g) * 10**rounding).round() / 10**rounding
+    truth = torch.rand(n, c, generator=g) > 0.6
+    labels = torch.randint(0, c, (n,), generator=g)
+    return scores, truth, labels
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 9999), st.sampled_from([0, 1, 6]))
+def test_f1_and_ranking_equal_scikit_learns(seed, rounding):
+    scores, truth, _ = sample(seed, rounding=rounding)
+    predicted = metrics.predicted_set(scores.sigmoid(), 0.5, "threshold")
+    theirs = f1_score(truth.numpy(), predicted.numpy(), average="samples", zero_division=0)
+    assert float(metrics.sample_f1(predicted, truth).mean()) == pytest.approx(theirs, abs=1e-6)
+    theirs = label_ranking_average_precision_score(truth.numpy(), scores.double().numpy())
+    assert float(metrics.ranking_precision(scores, truth).mean()) == pytest.approx(theirs, abs=1e-6)
+
+
+def test_top_k_equals_scikit_learns():
+    scores, _, labels = sample(1, rounding=6)
+    for k in (1, 3, 5):
+        theirs = top_k_accuracy_score(labels.numpy(), scores.numpy(), k=k, labels=np.arange(7))
+        assert float(metrics.top_k(scores, labels, k).float().mean()) == pytest.approx(theirs)
+    assert metrics.top_k(scores, labels, 99).all()
+
+
+def test_the_published_set_rule_adds_the_best_class():
+    p = torch.tensor([[0.1, 0.2], [0.6, 0.7]])
+    assert metrics.predicted_set(p, 0.25, "threshold").tolist() == [[False, False], [True, True]]
+    assert metrics.predicted_set(p, 0.25, "argmax_or_threshold").tolist() == [[False, True], [True, True]]
+
+
+def test_no_constant_beats_the_trivial_score():
+    _, truth, _ = sample(5, c=5)
+    best, chosen = metrics.constant_f1(truth)
+    every = []
+    for bits in range(1, 32):
+        constant = torch.tensor([bool(bits >> i & 1) for i in range(5)]).expand_as(truth)
+        every.append(float(metrics.sample_f1(constant, truth).mean()))
+    assert best == pytest.approx(max(every), abs=0.01)
+    assert float(metrics.sample_f1(chosen.expand_as(truth), truth).mean()) == pytest.approx(best)
+
+
+def test_results_leave_empty_sets_out_and_say_how_many():
+    scores, truth, labels = sample(2)
+    truth[:10] = False
+    found = score(scores, labels, truth, activation="sigmoid", prediction_set="threshold", rho=0.1)
+    assert found["images"] == 60
+    assert found["images_with_set"] == 50
+    assert found["f1@0.25"] == found["f1_threshold@0.25"]
+    assert found["f1@best"] >= max(found["f1@0.25"], found["f1@0.5"]) - 1
+    published = score(scores, labels, truth, activation="sigmoid", prediction_set="argmax_or_threshold", rho=0.1)
+    assert published["f1@0.5"] == found["f1_argmax_or_threshold@0.5"]
+    plain = score(scores, labels, None, activation="softmax", prediction_set="threshold", rho=None)
+    assert not any(key.startswith(("f1", "real", "lrap", "trivial")) for key in plain)
+
+
+def test_guards_speak_up_before_a_collapse():
+    given_labels = torch.tensor([0, 1, 2, 0])
+    rule = Threshold(rho=0.25)
+    nothing, _ = inspect_labels(rule, torch.full((4, 3), -9.0), given_labels, None)
+    assert nothing.empty_share == 1
+    assert "no pseudo-label" in guard(nothing, 3, None)[0]
+    everything, labels = inspect_labels(rule, torch.full((4, 3), 9.0), given_labels, None)
+    assert everything.labels_per_image == 3
+    assert "inflating" in guard(everything, 3, None)[0]
+    wrong = torch.full((4, 3), -9.0)
+    wrong[:, 1] = 9
+    report, _ = inspect_labels(rule, wrong, given_labels, labels)
+    assert report.given_recall == 0.25
+    assert report.churn == pytest.approx(2 / 3)
+    assert any("given labels" in sentence for sentence in guard(report, 10, None))
+    fine = LabelReport(labels_per_image=1.2, empty_share=0.05, given_recall=0.8, churn=0.1)
+    assert guard(fine, 10, fine) == []

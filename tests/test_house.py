@@ -1,0 +1,94 @@
+"""The house's own rules, checked over the whole tree."""
+
+import ast
+import json
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import ROOT
+from finetune_mile.checkpoints.cards import list_cards, read_card
+from finetune_mile.recipe import Recipe
+from finetune_mile.settings import check, read_yaml, to_yaml
+
+PACKAGE = ROOT / "finetune_mile"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+NO_TORCH = ("flags", "settings", "recipe", "plan", "runlog", "problems", "places", "cli", "run", "learning/phases",
+            "checkpoints/cards", "images/sources/__init__", "images/imageset")  # fmt: skip
+
+
+def imports(path, top_level=False):
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module
+
+
+def test_no_module_hides_another_package():
+    """run.py lies inside the package, so its folder may come first on the path."""
+    hidden = set(sys.stdlib_module_names) | set(packages_distributions()) - {"finetune_mile"}
+    for path in PACKAGE.iterdir():
+        assert path.stem.startswith("_") or path.stem not in hidden, path
+
+
+@pytest.mark.parametrize("name", NO_TORCH)
+def test_what_runs_before_torch_does_not_import_it(name):
+    heavy = {"torch", "torchvision", "accelerate", "timm", "datasets", "lightly", "sklearn", "matplotlib"}
+    found = {module.split(".")[0] for module in imports(PACKAGE / f"{name}.py", top_level=True)}
+    assert not found & heavy
+
+
+def test_who_may_import_whom():
+    """The recipe is seen at the top only; nothing imports the entry; Accelerate stays where processes matter."""
+    low = ("learning", "checkpoints", "networks", "images", "measures")
+    for path in MODULES:
+        found = set(imports(path))
+        assert "finetune_mile.run" not in found, path
+        if path.relative_to(PACKAGE).parts[0] in low:
+            above = {"recipe", "settings", "plan", "session", "training", "watch", "flags", "pages"}
+            assert not found & {f"finetune_mile.{name}" for name in above}, path
+
+
+def test_files_stay_small():
+    for path in MODULES:
+        assert len(path.read_text().splitlines()) <= 350, path
+
+
+def test_every_recipe_is_valid_and_says_how_to_run_it():
+    assert len(RECIPES) >= 2
+    for path in RECIPES:
+        resolved = check(read_yaml(path), {}, [], path, "test")
+        assert "finetune_mile/run.py" in path.read_text().split("\ndata:")[0], f"{path}: its command is missing"
+        again = check(yaml.safe_load(to_yaml(resolved.recipe)), {}, [], path, "test")
+        assert again.recipe == resolved.recipe, "YAML to recipe to YAML is the identity"
+
+
+def test_every_card_is_valid():
+    cards = list_cards()
+    assert "simclr-demo" in cards
+    for path in cards.values():
+        read_card(path)
+
+
+def test_the_schema_is_fresh():
+    """`python tests/test_house.py` writes it anew."""
+    assert json.loads((ROOT / "recipes/schema.json").read_text()) == Recipe.model_json_schema()
+
+
+def test_nothing_of_this_machine_is_in_the_tree():
+    for path in [*MODULES, *RECIPES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "README.md"]:
+        text = path.read_text()
+        for place in ("home", "root", "work", "opt"):
+            assert f"/{place}/" not in text.replace("~/", ""), path
+
+
+if __name__ == "__main__":
+    Path(ROOT / "recipes/schema.json").write_text(json.dumps(Recipe.model_json_schema(), indent=1) + "\n")
