@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from conftest import ROOT
+
 from finetune_mile.checkpoints.cards import list_cards, read_card
 from finetune_mile.recipe import Recipe
 from finetune_mile.settings import check, read_yaml, to_yaml

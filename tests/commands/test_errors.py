@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-
 from conftest import ROOT
 
 CASES = {
@@ -72,8 +71,5 @@ def test_help_and_errors_do_not_import_torch(flags, tmp_path):
 def test_help_lists_every_flag_of_the_contract(tmp_path):
     done = run("--help", cwd=tmp_path)
     assert done.returncode == 0
-    for flag in (
-        "--recipe --init --fraction --method --variant --data --arch --semi --teacher --k-t --k-s --rho --steps "
-        "--epochs --batch-size --lr --seed --out --resume --track --explain --set --overwrite"
-    ).split():
+    for flag in ["--recipe", "--init", "--fraction", "--method", "--variant", "--data", "--arch", "--semi", "--teacher", "--k-t", "--k-s", "--rho", "--steps", "--epochs", "--batch-size", "--lr", "--seed", "--out", "--resume", "--track", "--explain", "--set", "--overwrite"]:
         assert f"{flag} " in done.stdout

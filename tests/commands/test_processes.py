@@ -6,9 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from safetensors.torch import load_file
-
 from conftest import ROOT, SHORT_MILE
+from safetensors.torch import load_file
 
 FLAGS = [*SHORT_MILE, "--arch", "resnet-demo-gn", "--steps", "50", "--set", "augment.shift=1"]
 

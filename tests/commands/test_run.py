@@ -6,9 +6,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from conftest import SHORT, SHORT_MILE, losses
 from safetensors.torch import load_file
 
-from conftest import SHORT, SHORT_MILE, losses
 from finetune_mile.checkpoints.exporting import read_export
 from finetune_mile.run import main
 

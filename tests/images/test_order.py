@@ -76,8 +76,8 @@ def test_workers_do_not_change_what_is_seen():
 def test_crops_lie_inside_the_image(height, width, sample):
     draws = uniforms(0, 0, np.array([sample]), 40)[0].tolist()
     top, left, h, w = crop_box(height, width, (0.08, 1.0), draws)
-    assert 0 <= top
-    assert 0 <= left
+    assert top >= 0
+    assert left >= 0
     assert 0 < h <= height - top
     assert 0 < w <= width - left
 

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import SHORT, SHORT_MILE, losses
 from safetensors.torch import load_file
 
-from conftest import SHORT, SHORT_MILE, losses
 from finetune_mile.checkpoints.cards import SCRATCH
 from finetune_mile.checkpoints.loading import load_network
 from finetune_mile.images.order import Order

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_mile.learning.losses import bce, cross_entropy
 from finetune_mile.learning.loop import label_counts, pack_bits, unpack_bits
+from finetune_mile.learning.losses import bce, cross_entropy
 from finetune_mile.learning.phases import Argmax, Given, Soften, Threshold
 from finetune_mile.learning.targets import given_matrix, make_targets
 
