@@ -69,10 +69,12 @@ def picture(folder: Path, path: Path) -> None:
         mean, std = (torch.tensor(config[k]).view(3, 1, 1) for k in ("mean", "std"))
         with torch.no_grad():
             found[method] = network(normalise(images, mean, std)).sigmoid()
-    figure = Figure(figsize=(11, 2.6), layout="constrained")
+    figure = Figure(figsize=(11, 2.1), layout="constrained")
     for column, index in enumerate(picked):
         axis = figure.add_subplot(1, len(picked), column + 1)
-        axis.imshow(np.asarray(images[column].permute(1, 2, 0)), interpolation="nearest")
+        tiles = images[column, 0].unflatten(0, (3, 8)).unflatten(2, (3, 8))  # a gap between digits, to the eye only
+        spaced = torch.nn.functional.pad(tiles, (1, 1, 0, 0, 1, 1), value=90).flatten(2).flatten(0, 1)
+        axis.imshow(np.asarray(spaced), cmap="gray", interpolation="nearest")
         axis.set_xticks([])
         axis.set_yticks([])
         axis.set_title(f"given: {int(val.given[index])}", fontsize=10)

@@ -19,7 +19,7 @@ from finetune_mile.learning.optim import make_optimizer, parameter_groups, rate_
 from finetune_mile.learning.roles import Roles, copy_into
 from finetune_mile.outcome import same_on_every_process, write_labels
 from finetune_mile.pages.model_card import model_card
-from finetune_mile.pages.report import write_report
+from finetune_mile.pages.report import gallery_images, write_report
 from finetune_mile.plan import Plan
 from finetune_mile.problems import Problem
 from finetune_mile.runlog import RunFolder, environment, write_json
@@ -162,7 +162,8 @@ def _finish(session: Session, learner: nn.Module, folder: RunFolder) -> None:
     if recipe.evaluate.labels:
         logits = session.logits(learner, session.pools.images, labelled)
         found = logits.sigmoid() if recipe.activation == "sigmoid" else logits.softmax(1)
-    if not accelerator.is_main_process:
+    shown = session.logits(learner, data.val, gallery_images(session).numpy())
+    if not accelerator.is_main_process:  # what follows is files only; no process waits for another
         return
     write_json(folder.path / "results.json", results)
     if found is not None:
@@ -175,7 +176,7 @@ def _finish(session: Session, learner: nn.Module, folder: RunFolder) -> None:
         "activation": recipe.activation, "init": recipe.init, "method": recipe.method,
     }  # fmt: skip
     write_export(folder.path / "export", learner, config, model_card(recipe, config, results))
-    write_report(session, learner, folder, results)
+    write_report(session, shown, folder, results)
     title = f"{recipe.method} on {data.name}: the student on {int(results['images']):,} images"
     from rich.console import Console
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from finetune_mile.learning.loop import Average
 from finetune_mile.learning.roles import Roles
@@ -23,13 +22,7 @@ def random_states(accelerator: Accelerator) -> dict[str, Any]:
     version, internal, gauss_next = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": [
-            str(kind),
-            torch.from_numpy(np.asarray(keys)).clone(),
-            int(position),
-            int(has_gauss),
-            float(gauss),
-        ],
+        "numpy": [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
         "python": [version, list(internal), gauss_next],
     }
     if accelerator.device.type == "cuda":
@@ -41,7 +34,7 @@ def restore_random_states(accelerator: Accelerator, states: dict[str, Any]) -> N
     """Put the generators back."""
     torch.set_rng_state(states["torch"])
     kind, keys, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((kind, keys.numpy(), position, has_gauss, gauss))
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
     version, internal, gauss_next = states["python"]
     random.setstate((version, tuple(internal), gauss_next))
     if "cuda" in states and accelerator.device.type == "cuda":
@@ -59,7 +52,9 @@ def save(
     extra: dict[str, Any],
 ) -> None:
     """Write the checkpoint of `step`, then drop the old ones; all processes call it, the first one writes."""
-    states = gather_object([random_states(accelerator)])
+    states = [random_states(accelerator)] * accelerator.num_processes
+    if accelerator.num_processes > 1:
+        torch.distributed.all_gather_object(states, states[0])
     if not accelerator.is_main_process:
         return
     content = {

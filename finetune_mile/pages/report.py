@@ -14,7 +14,7 @@ from finetune_mile.settings import to_yaml
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from finetune_mile.session import Session
 
@@ -22,8 +22,8 @@ INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
 GALLERY = 18
 
 
-def write_report(session: Session, learner: nn.Module, folder: RunFolder, results: dict[str, float]) -> None:
-    """Write report.html into the run folder."""
+def write_report(session: Session, shown: Tensor, folder: RunFolder, results: dict[str, float]) -> None:
+    """Write report.html into the run folder; `shown` are the learner's logits on the `gallery_images`."""
     records = folder.metrics()
     plots = {"loss": loss_plot(records), "generations": generation_plot(records)}
     pages = Environment(loader=PackageLoader("finetune_mile.pages"), autoescape=select_autoescape())
@@ -33,7 +33,7 @@ def write_report(session: Session, learner: nn.Module, folder: RunFolder, result
         data=session.data.name,
         rows=[(key, f"{results[key]:.2f}", unit, meaning) for key, meaning, unit in CLOSING if key in results],
         plots={name: _embed(figure) for name, figure in plots.items() if figure is not None},
-        gallery=gallery(session, learner),
+        gallery=gallery(session, shown),
         settings=to_yaml(session.recipe),
         info=folder.info,
     )
@@ -117,14 +117,18 @@ def generation_plot(records: list[dict[str, Any]]) -> Figure | None:
     return figure
 
 
-def gallery(session: Session, learner: nn.Module) -> list[dict[str, object]]:
-    """Some validation images with the given label, the labels found, and the true ones where known."""
-    from finetune_mile.images.pipeline import centre_view
+def gallery_images(session: Session) -> Tensor:
+    """Which validation images the report shows: indices (n,)."""
     from finetune_mile.measures.generations import pick_probe
 
-    val, classes = session.data.val, session.data.classes
-    picked = pick_probe(len(val), GALLERY)
-    logits = session.logits(learner, val, picked.numpy())
+    return pick_probe(len(session.data.val), GALLERY)
+
+
+def gallery(session: Session, logits: Tensor) -> list[dict[str, object]]:
+    """Validation images with the given label, the labels found, and the true ones where known; logits (n, C)."""
+    from finetune_mile.images.pipeline import centre_view
+
+    val, classes, picked = session.data.val, session.data.classes, gallery_images(session)
     probabilities = logits.sigmoid() if session.recipe.activation == "sigmoid" else logits.softmax(1)
     shown: list[dict[str, object]] = []
     for row, index in zip(probabilities, picked.tolist(), strict=True):

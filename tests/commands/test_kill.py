@@ -50,7 +50,7 @@ def kill_often(tmp_path, signum, times, seed):
         wait_for_steps(process, out, draws.randint(1, 12))
         time.sleep(draws.uniform(0, 0.15))  # in a step, in an evaluation, while saving
         process.send_signal(signum)
-        process.wait(timeout=60)
+        process.communicate(timeout=60)
         if signum == signal.SIGTERM and process.returncode == 143:
             assert json.loads((out / "run.json").read_text())["status"] == "stopped"
         flags = ["--resume", str(out)] if (out / "recipe.yaml").exists() else flags

@@ -9,15 +9,17 @@ import pytest
 from conftest import ROOT, SHORT_MILE
 from safetensors.torch import load_file
 
-FLAGS = [*SHORT_MILE, "--arch", "resnet-demo-gn", "--steps", "50", "--set", "augment.shift=1"]
+# Adam divides by a gradient's own size and so blows up the last bit of a sum; SGD does not. rho is away from the prior.
+FLAGS = [*SHORT_MILE, "--arch", "resnet-demo-gn", "--steps", "50", "--rho", "0.05", "--lr", "0.004"]
+FLAGS += ["--set", "optimizer.name=sgd"]
 
 
 def launch(out, *, processes, use_cpu, flags=FLAGS):
     env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE")}
     env |= {"OMP_NUM_THREADS": "1"} | ({"ACCELERATE_USE_CPU": "1"} if use_cpu else {})
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     script = [str(ROOT / "finetune_mile/run.py"), *flags, "--out", str(out)]
-    return subprocess.run([*command, *script], env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run([*command, *script], env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_two_processes_equal_one(tmp_path):
@@ -28,7 +30,7 @@ def test_two_processes_equal_one(tmp_path):
     assert info["world_size"] == 2
     one, two = (load_file(tmp_path / str(p) / "export/model.safetensors") for p in (1, 2))
     for name in one:
-        assert (one[name] - two[name]).abs().max() <= 1e-5, name
+        assert float((one[name] - two[name]).abs().max()) <= 1e-5, name
     results = [json.loads((tmp_path / str(p) / "results.json").read_text()) for p in (1, 2)]
     assert results[0]["images"] == results[1]["images"] == 100
     assert results[0]["accuracy"] == pytest.approx(results[1]["accuracy"], abs=2)

@@ -18,9 +18,22 @@ FILES = {"recipe.yaml", "run.json", "init.json", "split.json", "metrics.jsonl", 
 
 def test_a_run_leaves_everything_behind(tmp_path, capsys):
     out = tmp_path / "run"
-    flags = ["--data", "demo:400", "--steps", "12", "--batch-size", "8", "--k-t", "4", "--k-s", "2", "--fraction", "0.1",
-             "--set", "mile.warmup=0", "--set", "evaluate.images=40"]  # fmt: skip
-    assert main([*flags, "--out", str(out)]) == 0
+    settings = ["mile.warmup=0", "evaluate.images=40"]
+    flags = [
+        "--data",
+        "demo:400",
+        "--steps",
+        "12",
+        "--batch-size",
+        "8",
+        "--k-t",
+        "4",
+        "--k-s",
+        "2",
+        "--fraction",
+        "0.1",
+    ]
+    assert main([*flags, *(f"--set={s}" for s in settings), "--out", str(out)]) == 0
     assert {p.name for p in out.iterdir()} == FILES
     info = json.loads((out / "run.json").read_text())
     assert info["status"] == "finished"
@@ -109,7 +122,7 @@ def test_a_folder_of_photos(tmp_path, run_demo):
                 image = Image.new("RGB", (30 + 5 * i, 40), tuple(c + i for c in colour)).convert(mode)
                 image.save(tmp_path / "photos" / split / label / f"{i}.{('jpg', 'png', 'webp', 'png')[i]}")
     out = run_demo(
-        "photos", "--data", str(tmp_path / "photos"), "--init", "none", "--arch", "resnet-demo", "--steps", "10",
+        "run", "--data", str(tmp_path / "photos"), "--init", "none", "--arch", "resnet-demo", "--steps", "10",
         "--batch-size", "4", "--set", "size=16", "--set", "workers=0",
     )  # fmt: skip
     assert json.loads((out / "results.json").read_text())["images"] == 8

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torchvision.io import ImageReadMode, decode_image
+from PIL import Image, ImageOps
 
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.subsets import stratified
@@ -71,8 +71,9 @@ def as_set(root: Path, found: list[tuple[Path, int]]) -> ImageSet:
     paths = [path for path, _ in found]
 
     def read(index: int) -> torch.Tensor:
-        image: torch.Tensor = decode_image(str(paths[index]), mode=ImageReadMode.RGB, apply_exif_orientation=True)
-        return image
+        with Image.open(paths[index]) as image:
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+        return torch.from_numpy(np.asarray(upright).transpose(2, 0, 1).copy())
 
     return ImageSet(
         ids=[path.relative_to(root).as_posix() for path in paths],
