@@ -21,7 +21,8 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
         return ResNet(shape, padding=padding)
     if not arch.startswith("timm:"):
         raise Problem(
-            f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, resnet18-cifar, resnet-demo, "
+            f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, "
+            "resnet18-cifar, resnet-demo, "
             "... or timm:NAME"
         )
     import timm
@@ -29,7 +30,9 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
     name = arch.removeprefix("timm:")
     if not timm.is_model(name):
         near = ", ".join(timm.list_models(f"*{name}*")[:3])
-        raise Problem(f"--arch {arch}: timm has no model {name!r}" + (f"; near: {near}" if near else ""))
+        raise Problem(
+            f"--arch {arch}: timm has no model {name!r}" + (f"; near: {near}" if near else "")
+        )
     network: nn.Module = timm.create_model(name, pretrained=False, num_classes=0)
     return network
 
@@ -40,7 +43,8 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias) -> None:
     Args:
         network: a trunk of `build`.
         num_classes: C.
-        bias: `prior` starts every sigmoid at about 1 / C (bias -log C); `zero` starts it at one half.
+        bias: `prior` starts every sigmoid at about 1 / C (bias -log C); `zero` starts it at one
+        half.
     """
     if isinstance(network, ResNet):
         network.fc = nn.Linear(network.num_features, num_classes)
@@ -56,5 +60,8 @@ def get_head(network: nn.Module) -> nn.Linear:
     """The linear layer that makes the logits."""
     head = network.fc if isinstance(network, ResNet) else network.get_classifier()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):
-        raise Problem(f"the classifier of {type(network).__name__} is a {type(head).__name__}, not a linear layer")
+        raise Problem(
+            f"the classifier of {type(network).__name__} is a {type(head).__name__}, not a "
+            "linear layer"
+        )
     return head
