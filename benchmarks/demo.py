@@ -55,7 +55,7 @@ def picture(folder: Path, path: Path) -> None:
     import torch
     from matplotlib.figure import Figure
 
-    from finetune_mile.checkpoints.exporting import read_export
+    from finetune_mile.checkpoints.teachers import load_with_head
     from finetune_mile.images.pipeline import normalise
     from finetune_mile.images.sources.demo import load
 
@@ -65,8 +65,8 @@ def picture(folder: Path, path: Path) -> None:
     images = torch.stack([val.read(i) for i in picked])
     found = {}
     for method in ("sigmoid", "mile"):
-        network, config = read_export(folder / f"{method}-0")
-        mean, std = (torch.tensor(config[k]).view(3, 1, 1) for k in ("mean", "std"))
+        network, how, _ = load_with_head(str(folder / f"{method}-0"), "--runs")
+        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (how.mean, how.std))
         with torch.no_grad():
             found[method] = network(normalise(images, mean, std)).sigmoid()
     figure = Figure(figsize=(11, 2.1), layout="constrained")

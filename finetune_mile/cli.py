@@ -11,6 +11,7 @@ from finetune_mile.problems import Problem
 # Verb: (module with main(argv) -> exit code, what it does).
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("finetune_mile.run", "train: the same as finetune_mile/run.py"),
+    "weights": ("finetune_mile.verbs.weights", "checkpoints: ls, show, check, convert"),
 }
 
 

@@ -67,7 +67,12 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         pool_sizes={name: len(members) for name, members in pools.indices.items()},
     )  # fmt: skip
     network, card, report = load_network(
-        recipe.init, arch=recipe.arch, num_classes=len(data.classes), head_bias=recipe.head_bias
+        recipe.init,
+        arch=recipe.arch,
+        num_classes=len(data.classes),
+        head_bias=recipe.head_bias,
+        keep_head=recipe.keep_head,
+        head_from=recipe.head_from,
     )
     how = card.preprocess if recipe.size is None else card.preprocess.model_copy(update={"size": recipe.size})
     recipe = recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, "precision": precision})

@@ -22,7 +22,7 @@ from finetune_mile.pages.model_card import model_card
 from finetune_mile.pages.report import gallery_images, write_report
 from finetune_mile.plan import Plan
 from finetune_mile.problems import Problem
-from finetune_mile.runlog import RunFolder, environment, write_json
+from finetune_mile.runlog import RunFolder, environment, whole_file, write_json
 from finetune_mile.session import Session
 from finetune_mile.settings import to_yaml
 from finetune_mile.watch import Signals, Stopped, Watch
@@ -175,7 +175,9 @@ def _finish(session: Session, learner: nn.Module, folder: RunFolder) -> None:
         "classes": list(data.classes), **session.how.model_dump(mode="json"),
         "activation": recipe.activation, "init": recipe.init, "method": recipe.method,
     }  # fmt: skip
-    write_export(folder.path / "export", learner, config, model_card(recipe, config, results))
+    write_export(folder.path / "export", learner, config)
+    with whole_file(folder.path / "export/README.md") as part:
+        part.write_text(model_card(recipe, config, results), encoding="utf-8")
     write_report(session, shown, folder, results)
     title = f"{recipe.method} on {data.name}: the student on {int(results['images']):,} images"
     from rich.console import Console

@@ -1,26 +1,14 @@
-"""Shared by all tests: short demo runs, and the folder of real data that only our own machines have."""
+"""Fixtures for all tests."""
 
-import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
+from shortcuts import SHARED
 
 # The networks here are tiny; more threads only wait for each other.
 torch.set_num_threads(1)
 os.environ["FINETUNE_MILE_THREADS"] = "1"
-
-ROOT = Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared"
-
-# A demo run of seconds: every phase is there, the images are few.
-SHORT = [
-    "--data", "demo:400", "--init", "none", "--arch", "resnet-demo", "--steps", "24", "--batch-size", "8",
-    "--set", "size=24", "--set", "evaluate.images=40", "--set", "evaluate.labels=false", "--set", "log_every=1",
-    "--set", "checkpoint_every=5",
-]  # fmt: skip
-SHORT_MILE = [*SHORT, "--k-t", "4", "--k-s", "2", "--set", "mile.warmup=0"]
 
 
 @pytest.fixture(scope="session")
@@ -42,9 +30,3 @@ def run_demo(tmp_path):
         return out
 
     return run
-
-
-def losses(folder):
-    """The loss of every logged step."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [r["loss"] for r in map(json.loads, lines) if r["kind"] == "train"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
+from shortcuts import ROOT
 
 from finetune_mile.checkpoints.cards import list_cards, read_card
 from finetune_mile.recipe import Recipe

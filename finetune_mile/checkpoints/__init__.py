@@ -1,1 +1,1 @@
-"""Weights in and out."""
+"""Weights in and out: cards, readers, detection, adapters, loading, exports."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import difflib
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from finetune_mile.places import shipped
 from finetune_mile.problems import Problem
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Preprocess(BaseModel):
-    """What the network wants to see: RGB in [0, 1], resized, cropped, less the mean, over the deviation."""
+    """What the network wants to see: RGB in [0, 1], cropped, resized, normalised."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -26,6 +29,36 @@ class Preprocess(BaseModel):
     size: int = Field(default=224, gt=0, description="side of the square the network sees")
     crop: float = Field(default=0.875, gt=0, le=1, description="central share of the short side")
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
+    antialias: bool = Field(default=True, description="TensorFlow's resize does without")
+
+
+def _https(url: str) -> str:
+    """Only https may be fetched; plain http on this very machine is for tests."""
+    parts = urlsplit(url)
+    if parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK):
+        return url
+    raise ValueError(f"{url}: only https is fetched")
+
+
+class RemoteFile(BaseModel):
+    """One file to fetch: the same bytes at each of `urls`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[\w][\w.+=-]*$", description="file name in the cache; no folders")
+    urls: tuple[str, ...] = Field(min_length=1, description="mirrors, tried in this order")
+    bytes: int | None = Field(default=None, gt=0)
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    md5: str | None = Field(
+        default=None,
+        pattern=r"^[0-9a-f]{8,32}$",
+        description="a published md5, or its published first digits",
+    )
+
+    @field_validator("urls")
+    @classmethod
+    def _only_https(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_https(url) for url in urls)
 
 
 class Card(BaseModel):
@@ -34,23 +67,46 @@ class Card(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
+    aliases: tuple[str, ...] = Field(default=(), description="other names of the same card")
     method: str = Field(description="how the weights were made: mocov2, simclr, byol, swav, none, ...")
     arch: str | None = Field(description="a name that networks/ knows, or timm:NAME; null: read from the file")
-    padding: Literal["torch", "tf", "same"] = "torch"
+    padding: Literal["torch", "tf", "same", "port"] = "torch"
     format: str | None = Field(default=None, description="an adapter's name; null: detect")
-    file: str | None = Field(default=None, description="file name beside the card or in the cache")
-    urls: tuple[str, ...] = ()
+    file: str | None = Field(default=None, description="the file to open: beside the card, or one of those fetched")
+    urls: tuple[str, ...] = Field(default=(), description="mirrors of `file`, where it is one file")
     sha256: str | None = None
     md5: str | None = Field(default=None, description="a published md5, or its published first digits")
     bytes: int | None = None
+    files: tuple[RemoteFile, ...] = Field(default=(), description="where the checkpoint is several files")
+    unpack: str | None = Field(
+        default=None,
+        description="the fetched file is a zip: take out members whose name begins so, open `file`",
+    )
     verified: bool = Field(default=False, description="did anybody here load the published file itself?")
     preprocess: Preprocess = Preprocess()
     licence: str = "unknown"
     paper: str = ""
     source: str = ""
+    epochs: int | None = None
     linear_top1: float | None = None
     finetune_top1: dict[str, float] = Field(default_factory=dict, description="fraction: top-1, as published")
+    problems: tuple[str, ...] = Field(default=(), description="what is known to go wrong with it")
     notes: str = ""
+
+    @model_validator(mode="after")
+    def _one_way_to_fetch(self) -> Card:
+        if self.urls and self.files:
+            raise ValueError("either urls (one file) or files (several), not both")
+        if self.urls and not self.file and not self.unpack:
+            raise ValueError("urls without file: which name does it get?")
+        return self
+
+    def remote(self) -> tuple[RemoteFile, ...]:
+        """What has to be fetched; empty where the file comes with the install or there is none."""
+        if self.files or not self.urls:
+            return self.files
+        name = Path(urlsplit(self.urls[0]).path).name if self.unpack else self.file or ""
+        return (RemoteFile(name=name, urls=self.urls, bytes=self.bytes, sha256=self.sha256, md5=self.md5),)
 
 
 SCRATCH = Card(name="none", method="none", arch=None, verified=True, notes="random weights")
@@ -61,10 +117,18 @@ def list_cards() -> dict[str, Path]:
     return {path.stem: path for path in sorted(shipped("weights").glob("*.yaml"))}
 
 
+@cache
+def _parse(path: Path, changed: int) -> Any:
+    """A card's YAML; `changed` is the file's time stamp, so that an edited card is read again."""
+    del changed
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+
+
 def read_card(path: Path) -> Card:
     """Read one card; what is wrong with it is said with the file's name."""
     try:
-        card = Card.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        card = Card.model_validate(_parse(path, path.stat().st_mtime_ns))
     except (ValidationError, yaml.YAMLError) as error:
         raise Problem(f"card {path.name} is not valid: {error}") from error
     if card.name != path.stem:
@@ -73,18 +137,60 @@ def read_card(path: Path) -> Card:
 
 
 def find_card(name: str) -> Card:
-    """The card called `name`; an unknown name is answered with the nearest ones."""
+    """The card with that name or alias; an unknown name is answered with the nearest ones."""
     cards = list_cards()
-    if name not in cards:
-        near = difflib.get_close_matches(name, cards, n=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise Problem(
-            f"--init {name}: no such file, and no card of that name{hint} (`finetune-mile weights ls` lists them)"
-        )
-    return read_card(cards[name])
+    if name in cards:
+        return read_card(cards[name])
+    known = {alias: card for path in cards.values() for card in [read_card(path)] for alias in card.aliases}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, [*cards, *known], n=3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise Problem(
+        f"--init {name}: no such file, and no card of that name{hint} (`finetune-mile weights ls` lists them)"
+    )
+
+
+def split_init(init: str) -> tuple[str, str | None]:
+    """`FILE::PREFIX` to both parts; the prefix says which of several trunks is meant."""
+    where, mark, prefix = init.partition("::")
+    if mark and not prefix:
+        raise Problem(f"--init {init}: nothing follows the '::'; name the prefix of the trunk, or leave both out")
+    return where, prefix or None
 
 
 def check_init(init: str) -> None:
-    """Raise if `--init` cannot be anything: fast, before torch is imported."""
-    if init != "none" and not init.startswith("timm:") and not Path(init).exists():
-        find_card(init)
+    """Refuse, before torch is loaded, what cannot work: unknown names, missing files."""
+    where, _ = split_init(init)
+    if where == "none":
+        return
+    kind, mark, rest = where.partition(":")
+    if mark and kind == "timm":
+        if not rest:
+            raise Problem("--init timm: needs a model's name, as in timm:resnet50.a1_in1k")
+        return
+    if mark and kind == "hf":
+        if rest.count("/") != 1 or not all(rest.split("/")):
+            raise Problem(f"--init {where}: a Hugging Face id is hf:owner/name")
+        return
+    if where in list_cards():
+        return
+    path = Path(where).expanduser()
+    if path.exists():
+        if path.is_dir() and not any(path.iterdir()):
+            raise Problem(f"--init {where}: the folder is empty")
+        return
+    looks_like_path = "/" in where or path.suffix in (
+        ".pth",
+        ".pt",
+        ".tar",
+        ".ckpt",
+        ".pkl",
+        ".safetensors",
+        ".torch",
+    )
+    if path.with_name(path.name + ".index").exists():  # a TensorFlow checkpoint is named by its prefix
+        return
+    if looks_like_path:
+        raise Problem(f"--init {where}: there is no such file or folder")
+    find_card(where)

@@ -1,4 +1,4 @@
-"""The form in which our weights leave and come back: safetensors in torchvision's names, and a config.json."""
+"""Weights out: one writer for runs and for `weights convert`, and the form that timm loads."""
 
 from __future__ import annotations
 
@@ -6,37 +6,96 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from finetune_mile.networks.heads import build, new_head
+from finetune_mile.checkpoints.adapters.adapter import unwrapped
+from finetune_mile.checkpoints.adapters.own import HEADER
+from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.networks.resnets import ResNet
 from finetune_mile.problems import Problem
-from finetune_mile.runlog import whole_file, write_json
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_NEEDED = ("arch", "padding", "num_classes", *Preprocess.model_fields)
 
 
-def write_export(folder: Path, network: nn.Module, config: dict[str, Any], card: str) -> None:
-    """Write model.safetensors, config.json and README.md (the model card) into `folder`, each at once."""
-    from safetensors.torch import save_file
+def write_export(folder: Path, network: nn.Module, config: dict[str, Any]) -> None:
+    """Write `model.safetensors` (our names, head `fc`) and `config.json`, each in one stroke.
 
+    Args:
+        folder: is made where it is not there.
+        network: with or without a head; its tensors are copied, contiguous, to the CPU.
+        config: arch, padding, num_classes (0: no head), mean, std, size, crop, interpolation, and
+        what else is
+            worth keeping. It also goes into the header of the weights, so that the file alone is
+            enough.
+    """
+    full = Preprocess().model_dump(mode="json", include={"antialias"}) | config
+    missing = [key for key in _NEEDED if key not in full]
+    if missing:
+        raise ValueError(f"an export's config lacks {', '.join(missing)}")
+    notes = {"format": "pt", HEADER: json.dumps(full, sort_keys=True)}
+    _write(folder, portable_state(network), notes, full)
+
+
+def write_timm(folder: Path, network: nn.Module, config: dict[str, Any]) -> None:
+    """Write what `timm.create_model("local-dir:FOLDER", pretrained=True)` loads."""
+    name = timm_name(network, config)
+    import timm
+
+    reference = timm.create_model(name, pretrained=False, num_classes=config["num_classes"])
+    state = portable_state(network)
+    differ = set(state) ^ set(reference.state_dict())
+    if differ:
+        raise Problem(f"timm's {name} has other tensors than this network, first {min(differ)}")
+    how = {key: getattr(reference, "default_cfg", {}).get(key) for key in ("pool_size", "first_conv", "classifier")}
+    how |= {
+        "input_size": [3, config["size"], config["size"]],
+        "crop_pct": config["crop"],
+        "tag": "finetune_mile",
+    }
+    how |= {key: config[key] for key in ("mean", "std", "interpolation", "num_classes")}
+    card = {
+        "architecture": name,
+        "num_classes": config["num_classes"],
+        "num_features": reference.num_features,
+        "pretrained_cfg": {key: value for key, value in how.items() if value is not None},
+    }
+    _write(folder, state, {"format": "pt"}, card)
+
+
+def timm_name(network: nn.Module, config: dict[str, Any]) -> str:
+    """The name timm has for a network, where timm computes the very same."""
+    arch = str(config["arch"])
+    if arch.startswith("timm:"):
+        return arch.removeprefix("timm:")
+    why = None
+    if config["padding"] != "torch":
+        pads = config["padding"]
+        why = f"it needs {pads!r} padding, timm pads symmetrically and would give other features"
+    elif isinstance(network, ResNet) and not isinstance(network.proj, nn.Identity):
+        why = "it keeps a projection layer"
+    elif arch not in {f"resnet{d}{s}" for d in (18, 34, 50, 101, 152, 200) for s in ("", "-d")}:
+        why = f"timm has no {arch}"
+    if why:
+        raise Problem(f"--to timm is not possible: {why}; leave --to out for our own export")
+    return arch.replace("-d", "d")
+
+
+def portable_state(network: nn.Module) -> dict[str, Tensor]:
+    """The state dict as safetensors wants it: no wrappers, contiguous, unshared, on the CPU."""
+    state = unwrapped(dict(network.state_dict()))
+    return {
+        key: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for key, value in state.items()
+    }
+
+
+def _write(folder: Path, state: dict[str, Tensor], notes: dict[str, str], config: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}
-    with whole_file(folder / "model.safetensors") as part:
-        save_file(tensors, part, metadata={"format": "pt"})
-    write_json(folder / "config.json", config)
-    with whole_file(folder / "README.md") as part:
-        part.write_text(card, encoding="utf-8")
-
-
-def read_export(source: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """A network with its head, in eval mode, from an export: its folder, its run folder, or its weights file."""
-    from safetensors.torch import load_file
-
-    folder = source.parent if source.is_file() else source
-    folder = folder / "export" if (folder / "export").is_dir() else folder
-    for name in ("model.safetensors", "config.json"):
-        if not (folder / name).is_file():
-            raise Problem(f"{source}: no {name} there; an export of a finished run has one (RUN/export)")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    network = build(config["arch"], padding=config["padding"])
-    new_head(network, config["num_classes"], "zero")
-    network.load_state_dict(load_file(folder / "model.safetensors"))
-    return network.eval(), config
+    part = folder / f".{WEIGHTS}.part"
+    save_file(state, part, metadata=notes)
+    part.replace(folder / WEIGHTS)
+    part = folder / f".{CONFIG}.part"
+    part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    part.replace(folder / CONFIG)

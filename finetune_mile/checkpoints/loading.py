@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 
-from safetensors.torch import load_file
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.cards import SCRATCH, Card, find_card
+from finetune_mile.checkpoints.adapters import Adapted, adapt
+from finetune_mile.checkpoints.adapters.own import config_of
+from finetune_mile.checkpoints.cards import SCRATCH, Card, Preprocess, check_init, split_init
+from finetune_mile.checkpoints.detect import (
+    BEHIND_PREFIX,
+    Found,
+    detect,
+    from_simclr,
+    read_arch,
+)
+from finetune_mile.checkpoints.fitting import (
+    build_for,
+    check_fit,
+    fill,
+    head_names,
+    keep_classifier,
+    same_tensors,
+)
+from finetune_mile.checkpoints.locating import Located, locate
+from finetune_mile.checkpoints.readers import Contents, read
+from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
 from finetune_mile.networks.heads import HeadBias, build, new_head
-from finetune_mile.places import shipped
+from finetune_mile.networks.resnets import Padding, parse_arch
 from finetune_mile.problems import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What became of every tensor: the file's are loaded or dropped, the network's are loaded or reset."""
+    """What became of every tensor of the file and of the network."""
 
     format: str
     why: str
     arch: str
+    padding: str
     loaded: tuple[str, ...]
     reset: tuple[str, ...]
     dropped: tuple[str, ...]
+    stubs: tuple[str, ...] = ()  # foreign objects in the file, never called
+    mapping: dict[str, str] = field(default_factory=dict)  # a recognised prefix, and what it became
 
     def to_json(self) -> dict[str, object]:
         """Counts first, then the names: the contents of init.json."""
@@ -31,44 +53,199 @@ class LoadReport:
         return {"counts": counts, **asdict(self)}
 
 
-def load_trunk(network: nn.Module, tensors: dict[str, Tensor], *, source: str) -> None:
-    """Copy `tensors` into a trunk; any name or shape that does not fit stops the load and is named."""
-    want = network.state_dict()
-    wrong = [f"{k} is missing" for k in want.keys() - tensors.keys() if not k.endswith("num_batches_tracked")]
-    wrong += [f"{k} is not in the network" for k in tensors.keys() - want.keys()]
-    wrong += [
-        f"{k} is {tuple(tensors[k].shape)}, the network has {tuple(want[k].shape)}"
-        for k in want.keys() & tensors.keys()
-        if tensors[k].shape != want[k].shape
-    ]
-    if wrong:
-        raise Problem(f"{source} does not fit the network: {len(wrong)} tensors differ; first: {sorted(wrong)[0]}")
-    network.load_state_dict(want | tensors)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A trunk with its weights; a classifier that the file holds is kept apart, unused."""
+
+    network: nn.Module
+    card: Card
+    report: LoadReport
+    classifier: dict[str, Tensor] = field(default_factory=dict)  # fc.weight (C, D), fc.bias (C,)
+    classifier_names: dict[str, str] = field(default_factory=dict)  # what the file calls them
 
 
 def load_network(
-    init: str, *, arch: str | None, num_classes: int, head_bias: HeadBias
+    init: str,
+    *,
+    arch: str | None,
+    num_classes: int,
+    head_bias: HeadBias,
+    keep_head: str | None = None,
+    head_from: int = 0,
 ) -> tuple[nn.Module, Card, LoadReport]:
-    """The network that a run starts from: trunk from `init` (a card's name or `none`), head new."""
-    card = SCRATCH if init == "none" else find_card(init)
-    name = arch or card.arch
-    if name is None:
-        raise Problem("--init none needs --arch: from scratch, nothing says which network")
-    network = build(name, padding=card.padding)
-    loaded: tuple[str, ...] = ()
-    if card.file is not None:
-        path = Path(shipped("weights")) / card.file
-        tensors = load_file(path)
-        load_trunk(network, tensors, source=str(path))
-        loaded = tuple(sorted(tensors))
-    reset = tuple(sorted(set(network.state_dict()) - set(loaded)))
+    """The network that a run starts from: trunk from `init`, head new.
+
+    Args:
+        init: a card's name, a file, a folder, `timm:NAME`, `hf:owner/name` or `none`; `::PREFIX`
+            picks one of several trunks.
+        arch: the network, where `init` does not say it; must agree where it does.
+        num_classes: C.
+        head_bias: how the new head starts.
+        keep_head: the name that the file gives its classifier; only then it is used.
+        head_from: 1 keeps SimCLR-v2's first projection layer between trunk and head.
+    """
+    opened = open_trunk(init, arch=arch, head_from=head_from)
+    network, report = opened.network, opened.report
     new_head(network, num_classes, head_bias)
-    report = LoadReport(
-        format=card.format or "none",
-        why=f"card {card.name}",
-        arch=name,
-        loaded=loaded,
-        reset=(*reset, "fc.weight", "fc.bias"),
-        dropped=(),
+    if keep_head is None:
+        report = replace(report, reset=(*report.reset, *head_names(network)))
+        return network, opened.card, report
+    own = opened.classifier_names
+    called = "fc.weight" if report.format == "finetune-mile" else own.get("fc.weight", "")
+    keep_classifier(network, opened.classifier, called, keep_head, source=init)
+    report = replace(
+        report,
+        loaded=(*report.loaded, *head_names(network)),
+        dropped=tuple(name for name in report.dropped if name not in own.values()),
     )
-    return network, card, report
+    return network, opened.card, report
+
+
+def open_trunk(init: str, *, arch: str | None = None, head_from: int = 0) -> Opened:
+    """The trunk behind `init`, without a head; arguments as in `load_network`."""
+    check_init(init)
+    if head_from not in (0, 1):
+        raise Problem(f"head_from {head_from}: 0 (features) or 1 (after the first projection layer)")
+    where, choice = split_init(init)
+    if where == "none":
+        return _scratch(arch)
+    if where.startswith("timm:"):
+        network, card = open_timm(where.removeprefix("timm:"), arch)
+        loaded = tuple(network.state_dict())
+        report = LoadReport(
+            format="timm",
+            why="--init says so",
+            arch=where,
+            padding="torch",
+            loaded=loaded,
+            reset=(),
+            dropped=(),
+        )
+        return Opened(network=network, card=card, report=report)
+    located = locate(where)
+    return open_contents(read(located.path), located, choice=choice, arch=arch, head_from=head_from)
+
+
+def _scratch(arch: str | None) -> Opened:
+    if arch is None:
+        raise Problem("--init none needs --arch: from scratch, nothing says which network")
+    network = build(arch)
+    report = LoadReport(
+        format="none", why="--init none", arch=arch, padding="torch", loaded=(), dropped=(),
+        reset=tuple(network.state_dict()),
+    )  # fmt: skip
+    return Opened(network=network, card=SCRATCH, report=report)
+
+
+def open_contents(
+    contents: Contents, located: Located, *, choice: str | None, arch: str | None, head_from: int
+) -> Opened:
+    """The trunk in a file that was read; arguments as in `load_network`, `choice` is `::PREFIX`."""
+    source, card = located.path.name, located.card
+    facts = _facts(contents, located)
+    found = None if config_of(contents) else native(contents, arch or facts.arch)
+    found = found or detect(contents, choice, source=source)
+    if card is not None and card.format not in (None, found.format):
+        raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {found.format} ({found.why})")
+    adapted = adapt(found.contents, found.adapter, source=source)
+    found, name, padding = _decide(adapted, found, facts, card, arch, source)
+    adapted = canonical_head(adapted, name)
+    keep = head_from == 1 or found.format == "finetune-mile"
+    parts = {n: t for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
+    if keep:
+        parts |= {n: t for n, t in adapted.tensors.items() if n.startswith("proj.")}
+    if head_from and "proj.0.weight" not in parts:
+        raise Problem(f"{source} has no SimCLR-v2 projection head, so head_from 1 is not possible")
+    network = build_for(name, padding, parts.get("proj.0.weight"))
+    check_fit(network, parts, source=source)
+    reset = fill(network, parts, source=source)
+    unused = [own for ours, own in adapted.sources.items() if ours not in parts]
+    report = LoadReport(
+        format=found.format, why=found.why, arch=name, padding=padding,
+        loaded=tuple(sorted(parts)), reset=reset,
+        dropped=(*unused, *adapted.dropped, *found.outside),
+        stubs=contents.stubs, mapping=found.mapping,
+    )  # fmt: skip
+    heads = {ours: tensor for ours, tensor in adapted.tensors.items() if ours.startswith("fc.")}
+    return Opened(
+        network=network,
+        card=card or _card(located.name, found, facts, name, padding),
+        report=report,
+        classifier=heads,
+        classifier_names={ours: adapted.sources[ours] for ours in heads},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What a config says: the header of one of our exports, or `config.json` beside the file."""
+
+    arch: str | None = None
+    padding: Padding | None = None
+    preprocess: Preprocess | None = None
+    method: str | None = None
+
+
+def _facts(contents: Contents, located: Located) -> _Facts:
+    config = config_of(contents) or located.config
+    if "architecture" in config:
+        arch, preprocess = timm_facts(config)
+        return _Facts(arch=arch, preprocess=preprocess)
+    if not {"arch", "padding", "mean", "std"} <= config.keys():
+        return _Facts()
+    known = {key: config[key] for key in Preprocess.model_fields if key in config}
+    try:
+        card = Card.model_validate(
+            {"name": located.name, "method": str(config.get("method", "finetune_mile")),
+             "arch": config["arch"], "padding": config["padding"], "preprocess": known}
+        )  # fmt: skip
+    except ValidationError as error:
+        raise Problem(f"the config of {located.path.name} is not valid: {error}") from error
+    return _Facts(arch=card.arch, padding=card.padding, preprocess=card.preprocess, method=card.method)
+
+
+def _decide(
+    adapted: Adapted, found: Found, facts: _Facts, card: Card | None, arch: str | None, source: str
+) -> tuple[Found, str, Padding]:
+    """Architecture and padding: read from the tensors, held against every claim."""
+    if facts.arch is not None and (found.format == "finetune-mile" or facts.arch.startswith("timm:")):
+        name = facts.arch
+    elif found.format == "timm" and arch is not None:
+        name = arch
+    else:
+        shapes = {n: tuple(t.shape) for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
+        name = read_arch(shapes, cifar_stem=found.adapter.cifar_stem, source=source)
+    claims = (
+        (facts.arch, "its config"),
+        (card.arch if card else None, "the card"),
+        (arch, "--arch"),
+    )
+    for claim, who in claims:
+        if claim is not None and not same_tensors(claim, name):
+            raise Problem(f"{source} holds a {name}, {who} says {claim}")
+        name = claim or name
+    shape, silent = parse_arch(name), all(claim is None for claim, _ in claims)
+    if shape is not None and found.adapter.padding == "torch":
+        if shape.sk:
+            found = replace(found, adapter=from_simclr(found.adapter))
+        elif shape.project_first and silent and found.format in ("torchvision", BEHIND_PREFIX):
+            raise Problem(
+                f"{source} holds a ResNet with a shortcut convolution in layer1.0: SimCLR's and "
+                "BYOL's have it, and each pads in its own way, which no tensor shows; say whose: "
+                f"--init '{source}::tonylins' (SimCLR) or '{source}::byol-convert' (BYOL), "
+                f"or --arch {name} for torch's own padding"
+            )
+    return found, name, card.padding if card else facts.padding or found.adapter.padding
+
+
+def _card(name: str, found: Found, facts: _Facts, arch: str, padding: Padding) -> Card:
+    """A card for a file that has none: what was detected."""
+    return Card(
+        name=name,
+        method=facts.method or found.adapter.method,
+        arch=arch,
+        padding=padding,
+        format=found.format,
+        preprocess=facts.preprocess or found.adapter.preprocess,
+        notes=f"made from what was found in the file: {found.why}",
+    )

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.cards import Preprocess
-from finetune_mile.checkpoints.exporting import read_export
+from finetune_mile.checkpoints.loading import load_network, open_trunk
+from finetune_mile.checkpoints.locating import locate
+from finetune_mile.networks.heads import get_head
 from finetune_mile.problems import Problem
 
 
@@ -40,15 +42,33 @@ class Renormalised(nn.Module):
         return logits
 
 
+def load_with_head(source: str, flag: str) -> tuple[nn.Module, Preprocess, tuple[str, ...] | None]:
+    """A network with the head that its file holds, its input convention, and its classes where the file names them.
+
+    Args:
+        source: a run folder, an export, or a checkpoint file with a classifier.
+        flag: for messages.
+    """
+    if not Path(source).exists():
+        raise Problem(f"{flag} {source}: there is no such run folder or file")
+    opened = open_trunk(source)
+    if "fc.weight" not in opened.classifier:
+        raise Problem(f"{flag} {source}: it has no classifier; give a finished run or a fine-tuned checkpoint")
+    ours = opened.report.format == "finetune-mile"
+    name = "fc" if ours else opened.classifier_names["fc.weight"].removesuffix(".weight")
+    network, card, _ = load_network(
+        source, arch=None, num_classes=len(opened.classifier["fc.weight"]), head_bias="zero", keep_head=name
+    )
+    classes = locate(source).config.get("classes")
+    return network.eval(), card.preprocess, None if classes is None else tuple(classes)
+
+
 def load_teacher(source: str, *, classes: tuple[str, ...], seen: Preprocess) -> nn.Module:
     """The network behind --teacher, with its own head, ready for images in the convention `seen`."""
-    path = Path(source)
-    if not path.exists():
-        raise Problem(f"--teacher {source}: there is no such run folder or file")
-    network, config = read_export(path)
-    if config["num_classes"] != len(classes):
-        raise Problem(f"--teacher {source}: it knows {config['num_classes']} classes, the data has {len(classes)}")
-    if tuple(config["classes"]) != classes:
+    network, wanted, known = load_with_head(source, "--teacher")
+    size = get_head(network).out_features
+    if size != len(classes):
+        raise Problem(f"--teacher {source}: it knows {size} classes, the data has {len(classes)}")
+    if known is not None and known != classes:
         raise Problem(f"--teacher {source}: its classes have other names or another order than the data's")
-    wanted = Preprocess(**{key: config[key] for key in Preprocess.model_fields})
     return network if (wanted.mean, wanted.std) == (seen.mean, seen.std) else Renormalised(network, seen, wanted)

@@ -53,7 +53,7 @@ def centre_view(image: Tensor, how: Preprocess) -> Tensor:
     if side == how.size:
         return image[:, top : top + side, left : left + side]
     mode = InterpolationMode(how.interpolation)
-    view: Tensor = tv.resized_crop(image, top, left, side, side, [how.size] * 2, mode, antialias=True)
+    view: Tensor = tv.resized_crop(image, top, left, side, side, [how.size] * 2, mode, antialias=how.antialias)
     return view
 
 
@@ -76,7 +76,7 @@ def random_view(image: Tensor, how: Preprocess, augmentation: Augmentation, draw
         case "random-resized":
             box = crop_box(image.shape[-2], image.shape[-1], augmentation.scale, draws)
             mode = InterpolationMode(how.interpolation)
-            image = tv.resized_crop(image, *box, [how.size] * 2, mode, antialias=True)
+            image = tv.resized_crop(image, *box, [how.size] * 2, mode, antialias=how.antialias)
         case "shift":
             image = centre_view(image, how)
             reach = augmentation.shift

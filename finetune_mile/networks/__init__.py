@@ -1,1 +1,1 @@
-"""Networks in torchvision's names."""
+"""Networks in torchvision's names, and their heads."""

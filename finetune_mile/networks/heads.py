@@ -21,7 +21,8 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
         return ResNet(shape, padding=padding)
     if not arch.startswith("timm:"):
         raise Problem(
-            f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, resnet18-cifar, resnet-demo, "
+            f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, "
+            "resnet18-cifar, resnet-demo, "
             "... or timm:NAME"
         )
     import timm
@@ -40,7 +41,8 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias) -> None:
     Args:
         network: a trunk of `build`.
         num_classes: C.
-        bias: `prior` starts every sigmoid at about 1 / C (bias -log C); `zero` starts it at one half.
+        bias: `prior` starts every sigmoid at about 1 / C (bias -log C); `zero` starts it at one
+        half.
     """
     if isinstance(network, ResNet):
         network.fc = nn.Linear(network.num_features, num_classes)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Padding = Literal["torch", "tf", "same"]
+Padding = Literal["torch", "tf", "same", "port"]
 Stem = Literal["imagenet", "cifar", "cifar-pad2", "deep"]
 
 DEPTHS: dict[int, tuple[Literal["basic", "bottleneck"], tuple[int, ...]]] = {
@@ -44,11 +44,12 @@ class Arch:
     @property
     def num_features(self) -> int:
         """D, the size of the pooled features."""
-        out = self.width << (len(self.layers) - 1)
+        out: int = self.width * 2 ** (len(self.layers) - 1)
         return out * (4 if self.block == "bottleneck" else 1)
 
 
 DEMO = Arch(block="basic", layers=(1, 1, 1, 1), width=16, stem="cifar")
+_DEMO_SHAPE = (DEMO.block, DEMO.layers, DEMO.width, DEMO.stem)
 _SUFFIX: dict[str, dict[str, object]] = {
     "sk": {"sk": True, "stem": "deep", "pooled_shortcut": True},
     "d": {"stem": "deep", "pooled_shortcut": True},
@@ -60,10 +61,11 @@ _SUFFIX: dict[str, dict[str, object]] = {
 
 
 def parse_arch(name: str) -> Arch | None:
-    """The shape behind `resnet50`, `resnet50w2`, `resnet50-sk`, `resnet18-cifar`, ...; None if it is no such name.
+    """The shape behind `resnet50`, `resnet50w2`, `resnet50-sk`, ...; None if it is no such name.
 
-    The parts after a dash: `sk` selective kernels, `d` ResNet-D, `cifar` a 3x3 stem without pooling (`cifar2`: with
-    solo-learn's padding of 2), `proj` a projection in layer1.0 of a ResNet-18/34, `gn` group instead of batch norm.
+    The parts after a dash: `sk` selective kernels, `d` ResNet-D, `cifar` a 3x3 stem without pooling
+    (`cifar2`: with solo-learn's padding of 2), `proj` a projection in layer1.0 of a ResNet-18/34,
+    `gn` group instead of batch norm.
     """
     base, *suffixes = name.split("-")
     if name.startswith("resnet-demo"):
@@ -83,47 +85,49 @@ def parse_arch(name: str) -> Arch | None:
 
 
 def name_arch(arch: Arch) -> str:
-    """The inverse of `parse_arch`."""
+    """The inverse of `parse_arch`; raises LookupError for a shape that has no name."""
     suffixes = [s for s, part in _SUFFIX.items() if all(getattr(arch, k) == v for k, v in part.items())]
     if arch.sk:
         suffixes.remove("d")  # the selective-kernel form implies it
-    if (arch.block, arch.layers, arch.width) == (DEMO.block, DEMO.layers, DEMO.width):
+    if (arch.block, arch.layers, arch.width, arch.stem) == _DEMO_SHAPE:
         base = "resnet-demo"
         suffixes.remove("cifar")
     else:
-        depth = next(d for d, shape in DEPTHS.items() if shape == (arch.block, arch.layers))
+        depth = next((d for d, s in DEPTHS.items() if s == (arch.block, arch.layers)), None)
+        if depth is None or arch.width % 64:
+            raise LookupError(f"{arch.block} blocks {arch.layers}, width {arch.width}")
         base = f"resnet{depth}" + (f"w{arch.width // 64}" if arch.width != 64 else "")
     return "-".join([base, *suffixes])
 
 
-# ------------------------------------------------------------------------------------------- padding
+# ----------------------------------------------------------------------------------------- padding
 
 
 def pad_same(x: Tensor, kernel: int, stride: int) -> Tensor:
-    """Zero-pad (B, C, H, W) as TensorFlow's SAME does: the odd cell goes to the bottom and the right."""
+    """Zero-pad (B, C, H, W) as TensorFlow's SAME does: the odd cell goes to the end."""
     height, width = (max((-(-n // stride) - 1) * stride + kernel - n, 0) for n in (x.shape[-2], x.shape[-1]))
     return F.pad(x, (width // 2, width - width // 2, height // 2, height - height // 2))
 
 
 class SameConv2d(nn.Conv2d):
-    """A convolution with SAME padding, as in haiku: on even maps it differs from torch's symmetric one."""
+    """A convolution with SAME padding, as in haiku; on even maps torch's differs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Args: x (B, C, H, W)."""
+        """(B, C, H, W) to (B, C', H / stride, W / stride)."""
         return super().forward(pad_same(x, self.kernel_size[0], self.stride[0]))
 
 
 class SameMaxPool2d(nn.MaxPool2d):
-    """3x3 max-pooling with stride 2 and SAME padding; zeros are right, the input comes out of a ReLU."""
+    """3x3 max-pooling, stride 2, SAME padding; zeros are right after a ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Args: x (B, C, H, W), not negative."""
-        pooled: Tensor = super().forward(pad_same(x, 3, 2))
-        return pooled
+        """(B, C, H, W), not negative, to (B, C, H / 2, W / 2)."""
+        out: Tensor = super().forward(pad_same(x, 3, 2))
+        return out
 
 
 class TFShortcutPool(nn.Module):
-    """SimCLR-v2's 2x2 average before a shortcut: at stride 1 TF leaves cells outside the map out of the mean."""
+    """SimCLR-v2's 2x2 average before a shortcut: at stride 1 only cells of the map count."""
 
     def __init__(self, stride: int) -> None:
         super().__init__()
@@ -131,7 +135,8 @@ class TFShortcutPool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) to (B, C, H / stride, W / stride)."""
-        # A repeated last row and column gives the mean over the valid cells of a 2x2 window exactly.
+        # A repeated last row and column gives the mean over the valid cells of a 2x2 window
+        # exactly.
         padded = F.pad(x, (0, 1, 0, 1), mode="replicate" if self.stride == 1 else "constant")
         return F.avg_pool2d(padded, 2, self.stride)
 
@@ -146,11 +151,11 @@ def _norm(arch: Arch, channels: int) -> nn.Module:
     return nn.BatchNorm2d(channels) if arch.norm == "batch" else nn.GroupNorm(8, channels)
 
 
-# -------------------------------------------------------------------------------------------- blocks
+# ------------------------------------------------------------------------------------------ blocks
 
 
 class SelectiveKernel(nn.Module):
-    """SimCLR-v2's selective kernel: two 3x3 branches, mixed by a softmax over them for each channel."""
+    """SimCLR-v2's selective kernel: two 3x3 branches, mixed by a softmax for each channel."""
 
     def __init__(self, channels: int, stride: int, padding: Padding) -> None:
         super().__init__()
@@ -163,11 +168,10 @@ class SelectiveKernel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) to (B, C, H / stride, W / stride)."""
-        branches = F.relu(self.bn(self.conv(x))).unflatten(1, (2, -1))  # (B, 2, C, H, W)
+        branches = torch.unflatten(F.relu(self.bn(self.conv(x))), 1, (2, -1))  # (B, 2, C, H, W)
         context = branches.sum(1).mean((2, 3), keepdim=True)
-        mix = self.up(F.relu(self.down_bn(self.down(context)))).unflatten(1, (2, -1)).softmax(1)
-        mixed: Tensor = (branches * mix).sum(1)
-        return mixed
+        mix = torch.unflatten(self.up(F.relu(self.down_bn(self.down(context)))), 1, (2, -1))
+        return (branches * mix.softmax(1)).sum(1)
 
 
 class Block(nn.Module):
@@ -214,6 +218,8 @@ def _shortcut(arch: Arch, inputs: int, outputs: int, stride: int, padding: Paddi
     pool: nn.Module
     if padding == "tf":
         pool = TFShortcutPool(stride)
+    elif padding == "port":
+        pool = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.AvgPool2d(2, stride))
     elif stride == 1:
         pool = nn.Identity()
     else:
@@ -224,8 +230,10 @@ def _shortcut(arch: Arch, inputs: int, outputs: int, stride: int, padding: Paddi
 class ResNet(nn.Module):
     """A ResNet whose parameters carry torchvision's names.
 
-    `padding` is the convention of the framework that made the weights: `torch` (symmetric), `tf` (SimCLR: SAME in the
-    pooling layers only) or `same` (haiku: SAME everywhere). It has no parameters, so only outputs show a wrong choice.
+    `padding` is the convention of the framework that made the weights: `torch` (symmetric), `tf`
+    (SimCLR: SAME in the pooling layers only), `same` (haiku: SAME everywhere) or `port` (the
+    PyTorch port of SimCLR-v2 as it runs: symmetric, and shortcut pooling that counts zeros
+    outside the map). It has no parameters, so only outputs show a wrong choice.
     """
 
     def __init__(self, arch: Arch, num_classes: int | None = None, padding: Padding = "torch") -> None:
@@ -236,7 +244,7 @@ class ResNet(nn.Module):
         self.bn1 = _norm(arch, arch.width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool: nn.Module = nn.MaxPool2d(3, 2, padding=1)
-        if padding != "torch":
+        if padding in ("tf", "same"):
             self.maxpool = SameMaxPool2d(3, 2)
         if arch.stem.startswith("cifar"):
             self.maxpool = nn.Identity()
@@ -246,10 +254,10 @@ class ResNet(nn.Module):
             self.add_module(f"layer{stage + 1}", layer)
             inputs = arch.width * 2**stage * (4 if arch.block == "bottleneck" else 1)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.proj: nn.Module = nn.Identity()  # SimCLR-v2's first projection layer, where one is kept
+        self.proj: nn.Module = nn.Identity()  # SimCLR-v2's first projection layer, if kept
         self.fc: nn.Module = nn.Identity() if num_classes is None else nn.Linear(inputs, num_classes)
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     @staticmethod

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from shortcuts import ROOT
 
 CASES = {
     "unknown flag": (["--fractoin", "0.1"], "did you mean --fraction?"),

@@ -9,8 +9,8 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, SHORT_MILE
 from safetensors.torch import load_file
+from shortcuts import ROOT, SHORT_MILE
 
 FLAGS = [*SHORT_MILE, "--steps", "120", "--set", "checkpoint_every=3", "--set", "evaluate.images=200"]
 

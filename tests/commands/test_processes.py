@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, SHORT_MILE
 from safetensors.torch import load_file
+from shortcuts import ROOT, SHORT_MILE
 
 # Adam divides by a gradient's own size, and a threshold turns a last bit into a label: both blow up the order of a sum.
 # SGD on the teacher's soft labels shows whether the processes see the same samples and weights, and nothing else.

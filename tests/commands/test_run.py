@@ -6,10 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
-from conftest import SHORT, SHORT_MILE, losses
 from safetensors.torch import load_file
+from shortcuts import SHORT, SHORT_MILE, losses
 
-from finetune_mile.checkpoints.exporting import read_export
+from finetune_mile.checkpoints.teachers import load_with_head
 from finetune_mile.run import main
 
 FILES = {"recipe.yaml", "run.json", "init.json", "split.json", "metrics.jsonl", "results.json", "checkpoints", "export",
@@ -55,9 +55,10 @@ def test_a_run_leaves_everything_behind(tmp_path, capsys):
     page = (out / "report.html").read_text()
     assert page.count("data:image/png") >= 18
     assert "http" not in page.replace("http-equiv", ""), "the page needs nothing from outside"
-    network, config = read_export(out)
+    network, how, classes = load_with_head(str(out), "--init")
     assert network(torch.zeros(1, 3, 24, 24)).shape == (1, 10)
-    assert config["activation"] == "sigmoid"
+    assert how.size == 24
+    assert classes == tuple("0123456789")
     assert "accuracy" in capsys.readouterr().err
 
 

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SHORT, SHORT_MILE, losses
 from safetensors.torch import load_file
+from shortcuts import SHORT, SHORT_MILE, losses
 
 from finetune_mile.checkpoints.cards import SCRATCH
 from finetune_mile.checkpoints.loading import load_network

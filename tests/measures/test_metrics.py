@@ -59,7 +59,7 @@ def test_no_constant_beats_the_trivial_score():
 
 def test_results_leave_empty_sets_out_and_say_how_many():
     scores, truth, labels = sample(2)
-    truth[:10] = False
+    truth[:10], truth[10:, 0] = False, True
     found = score(scores, labels, truth, activation="sigmoid", prediction_set="threshold", rho=0.1)
     assert found["images"] == 60
     assert found["images_with_set"] == 50

@@ -1,0 +1,110 @@
+"""Time and memory of loading a ResNet-50 file, against plain torch in the same run.
+
+    python benchmarks/loading.py [--repeats N]
+
+Ours is `open_trunk(FILE)`: read safely, detect, rename, check every tensor, build the network.
+Plain torch is `torch.load(weights_only=True)` and `load_state_dict` into a network that is there
+already. Prints a line of JSON for each kind of file; the ratio should stay under 1.5, and so
+should the memory that loading takes on top, over the size of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torchvision.models import resnet50
+
+from finetune_mile.checkpoints.loading import open_trunk
+
+_PEAK = """
+import sys
+from pathlib import Path
+from finetune_mile.checkpoints.loading import open_trunk
+
+def field(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+open_trunk("none", arch="resnet50")  # whatever torch sets up once
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+before = field("VmRSS")
+opened = open_trunk(sys.argv[1])
+print(field("VmHWM") - before)
+"""
+
+
+def plain(path: Path, network: torch.nn.Module) -> None:
+    """What a script without us would do."""
+    file = torch.load(path, weights_only=True, map_location="cpu")
+    state, mark = file.get("state_dict", file), "module.encoder_q."
+    if any(key.startswith(mark) for key in state):
+        state = {k.removeprefix(mark): v for k, v in state.items() if k.startswith(mark)}
+    network.load_state_dict(state)
+
+
+def flat_file(folder: Path) -> Path:
+    """Nothing but one ResNet-50."""
+    path = folder / "resnet50.pth"
+    torch.save(resnet50(num_classes=128).state_dict(), path)
+    return path
+
+
+def moco_file(folder: Path) -> Path:
+    """A MoCo-v2 file of the real layout: ResNet-50 twice, and the queue."""
+    encoders = {name: resnet50(num_classes=128) for name in ("encoder_q", "encoder_k")}
+    state = {
+        f"module.{name}.{key}": value
+        for name, network in encoders.items()
+        for key, value in network.state_dict().items()
+    }
+    state |= {"module.queue": torch.randn(128, 65536), "module.queue_ptr": torch.zeros(1).long()}
+    path = folder / "moco_v2.pth.tar"
+    torch.save({"epoch": 200, "arch": "resnet50", "state_dict": state}, path)
+    return path
+
+
+def compare(path: Path, repeats: int) -> dict[str, object]:
+    """Interleave both loads of one file; medians, and the memory that reading takes."""
+    network = resnet50(num_classes=128)
+    ours, theirs = [], []
+    for repeat in range(repeats + 1):
+        start = time.perf_counter()
+        plain(path, network)
+        middle = time.perf_counter()
+        open_trunk(str(path))
+        end = time.perf_counter()
+        if repeat:  # the first round warms up
+            theirs.append(middle - start)
+            ours.append(end - middle)
+    command = [sys.executable, "-c", _PEAK, str(path)]
+    grown = subprocess.run(command, check=True, capture_output=True, text=True)
+    return {
+        "file": path.name,
+        "file_mb": round(path.stat().st_size / 2**20),
+        "ours_s": round(statistics.median(ours), 3),
+        "torch_s": round(statistics.median(theirs), 3),
+        "ratio": round(statistics.median(ours) / statistics.median(theirs), 2),
+        "loading_peak_over_file": round(int(grown.stdout) * 1024 / path.stat().st_size, 2),
+    }
+
+
+def main() -> None:
+    """Both kinds of file, one line of JSON each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for path in (flat_file(Path(folder)), moco_file(Path(folder))):
+            print(json.dumps(compare(path, args.repeats)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Which format a file has and which network is in it: by content, never by its name."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from finetune_mile.checkpoints.adapters import ADAPTERS
+from finetune_mile.checkpoints.adapters.adapter import (
+    UNIT_RANGE,
+    Adapter,
+    UnknownKey,
+    Vocabulary,
+    leaves,
+)
+from finetune_mile.checkpoints.adapters.vocabularies import VOCABULARIES
+from finetune_mile.networks.resnets import DEPTHS, Arch, Stem, name_arch
+from finetune_mile.problems import Problem
+
+if TYPE_CHECKING:
+    from finetune_mile.checkpoints.readers import Contents
+
+BEHIND_PREFIX = "trunk behind a prefix"
+_TRUNK_PARTS = re.compile(r"(?:conv1|bn1|layer\d+|blocks|patch_embed|net|[0-7])(?:\.|$)")
+_VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a file turned out to be."""
+
+    format: str
+    why: str
+    adapter: Adapter
+    contents: Contents  # the file, or the part of it that was asked for
+    mapping: dict[str, str] = field(default_factory=dict)  # a prefix that was recognised, and ours
+    outside: tuple[str, ...] = ()  # tensors that the asked-for part leaves out
+
+
+def detect(contents: Contents, choice: str | None, *, source: str) -> Found:
+    """Find the adapter for a file.
+
+    Args:
+        contents: the file as read.
+        choice: what follows `::` in `--init`: the prefix of one trunk, or the name of a format.
+        source: the file's name, for messages.
+    """
+    if choice in ADAPTERS:
+        why = f"--init says {choice}"
+        return Found(format=choice, why=why, adapter=ADAPTERS[choice], contents=contents)
+    if choice is not None:
+        part, outside = _part(contents, choice, source)
+        found = detect(part, None, source=source)
+        why = f"{found.why}, below {choice}"
+        return replace(found, why=why, outside=outside, mapping={choice: "", **found.mapping})
+    for name, adapter in ADAPTERS.items():
+        why_so = adapter.recognise(contents)
+        if why_so is not None:
+            return Found(format=name, why=why_so, adapter=adapter, contents=contents)
+    return _behind_prefix(contents, source)
+
+
+def _part(contents: Contents, prefix: str, source: str) -> tuple[Contents, tuple[str, ...]]:
+    """What lies below a prefix, as a flat file of its own; and the paths of the rest."""
+    everything = dict(leaves(contents.tree))
+    for start in (prefix, f"{prefix}/", f"{prefix}."):
+        inside = {path[len(start) :]: t for path, t in everything.items() if path.startswith(start)}
+        if inside and start[-1] in "./":
+            rest = tuple(path for path in everything if not path.startswith(start))
+            return replace(contents, tree=dict(inside), full_names={}, metadata={}), rest
+    near = ", ".join(sorted(_trunks(everything)[1])) or ", ".join(map(str, contents.tree))
+    raise Problem(f"{source}: nothing lies below {prefix!r}; the file has: {near}")
+
+
+# ------------------------------------------------------------------------- behind an unknown prefix
+
+
+def _trunks(paths: Mapping[str, object]) -> tuple[str, dict[str, dict[str, str]]]:
+    """The vocabulary that explains most, and for each prefix with a trunk: our name to the path."""
+    best: tuple[int, str, dict[str, dict[str, str]]] = (0, "", {})
+    for name, vocabulary in VOCABULARIES.items():
+        groups: dict[str, dict[str, str]] = {}
+        for path in paths:
+            hit = _split(path, vocabulary)
+            if hit is not None:
+                groups.setdefault(hit[0], {}).setdefault(hit[1], path)
+        trunks = {prefix: group for prefix, group in groups.items() if _is_trunk(group)}
+        size = sum(map(len, trunks.values()))
+        if size > best[0]:
+            best = (size, name, trunks)
+    return best[1], best[2]
+
+
+def _split(path: str, vocabulary: Vocabulary) -> tuple[str, str] | None:
+    """A path to (prefix, our name): the shortest prefix behind which the rest is known."""
+    dotted = path.replace("/", ".")
+    for start in (0, *(i + 1 for i, c in enumerate(dotted) if c == ".")):
+        name = vocabulary(dotted[start:])
+        if name is not None:
+            return path[:start], name
+    return None
+
+
+def _is_trunk(group: Mapping[str, str]) -> bool:
+    return len(group) > 5 and any(name.startswith(("layer1.0.", "blocks.0.")) for name in group)
+
+
+def _behind_prefix(contents: Contents, source: str) -> Found:
+    paths = dict(leaves(contents.tree))
+    if not paths:
+        raise Problem(f"{source}: there is no tensor in this file")
+    name, trunks = _trunks(paths)
+    if not trunks:
+        sample = ", ".join(sorted(paths)[:3])
+        raise Problem(
+            f"{source}: no format we know, and no ResNet or vision transformer behind any prefix "
+            f"(its {len(paths)} tensors are called {sample}, ...); docs/checkpoints.md lists the "
+            "formats"
+        )
+    if len(trunks) > 1:
+        ways = " or ".join(f"--init '{source}::{prefix}'" for prefix in sorted(trunks))
+        raise Problem(f"{source} holds {len(trunks)} trunks; say which one is meant: {ways}")
+    (prefix,) = trunks
+    return Found(
+        format=BEHIND_PREFIX,
+        why=f"{len(trunks[prefix])} tensors are a trunk in {name} names behind {prefix!r}",
+        adapter=behind(prefix, VOCABULARIES[name], simclr=name.startswith("separius")),
+        contents=contents,
+        mapping={prefix: ""},
+    )
+
+
+def behind(prefix: str, vocabulary: Vocabulary, *, simclr: bool = False) -> Adapter:
+    """An adapter for a trunk behind `prefix`: its tensors must be known, the rest is dropped.
+
+    Args:
+        prefix: ends where the trunk's own names begin.
+        vocabulary: the language of those names.
+        simclr: the weights come from TensorFlow, so they want its padding and its input.
+    """
+
+    def rename(path: str) -> str | None:
+        if not path.startswith(prefix):
+            return None
+        inner = path[len(prefix) :].replace("/", ".")
+        if inner in ("fc.weight", "fc.bias"):
+            return inner
+        name = vocabulary(inner)
+        if name is None and _TRUNK_PARTS.match(inner):
+            raise UnknownKey(path)
+        return name
+
+    plain = Adapter(
+        recognise=lambda _: None,
+        unwrap=lambda contents: dict(leaves(contents.tree)),
+        rename=rename,
+    )
+    return from_simclr(plain) if simclr else plain
+
+
+def from_simclr(adapter: Adapter) -> Adapter:
+    """The same names with SimCLR-v2's conventions: only it has selective kernels."""
+    return replace(adapter, method="simclrv2", padding="tf", preprocess=UNIT_RANGE)
+
+
+# ------------------------------------------------------------------------------------ architecture
+
+
+def read_arch(shapes: Mapping[str, tuple[int, ...]], *, cifar_stem: Stem, source: str) -> str:
+    """The name of the network whose tensors these are, from names and shapes.
+
+    Args:
+        shapes: our names to shapes, without a head.
+        cifar_stem: which form a 3x3 stem has in this format; its padding has no tensor.
+        source: the file's name, for messages.
+    """
+    if "patch_embed.proj.weight" in shapes:
+        return _read_vit(shapes, source)
+    blocks = [re.match(r"layer(\d+)\.(\d+)\.", name) for name in shapes]
+    found = {(int(m[1]), int(m[2])) for m in blocks if m}
+    if not found:
+        raise Problem(f"{source}: layer1.0.conv1.weight is missing, and so is every other block")
+    stages = max(stage for stage, _ in found)
+    layers = tuple(max((b for s, b in found if s == i + 1), default=-1) + 1 for i in range(stages))
+    bottleneck = any(".conv3." in name or ".bn3." in name for name in shapes)
+    deep = any(name.startswith("conv1.0.") or name.startswith("conv1.3.") for name in shapes)
+    small = shapes.get("conv1.weight", (0, 0, 7, 7))[-1] == 3
+    arch = Arch(
+        block="bottleneck" if bottleneck else "basic",
+        layers=layers,
+        width=_width(shapes),
+        stem="deep" if deep else cifar_stem if small else "imagenet",
+        sk=any(".conv2.down." in name or ".conv2.conv." in name for name in shapes),
+        pooled_shortcut=any(".downsample.2." in name for name in shapes),
+        project_first=not bottleneck and any(n.startswith("layer1.0.downsample.") for n in shapes),
+    )
+    if not any(name.endswith(".running_mean") for name in shapes):
+        raise Problem(f"{source}: no batch norm has running statistics; nets with other norms need --arch timm:NAME")
+    try:
+        return name_arch(arch)
+    except LookupError as error:
+        known = ", ".join(f"ResNet-{depth} {shape[1]}" for depth, shape in DEPTHS.items())
+        raise Problem(f"{source}: a ResNet of {error} is none that we know ({known}; width 64 times n)") from error
+
+
+def _width(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Channels of the first stage, by majority: a damaged tensor does not mislead."""
+    first = (
+        "bn1.weight",
+        "bn1.bias",
+        "layer1.0.conv1.weight",
+        "layer1.0.bn1.weight",
+        "layer1.1.bn1.weight",
+    )
+    votes = Counter(shapes[name][0] for name in first if shapes.get(name))
+    return votes.most_common(1)[0][0] if votes else 64
+
+
+def _read_vit(shapes: Mapping[str, tuple[int, ...]], source: str) -> str:
+    patch = shapes["patch_embed.proj.weight"]
+    size = _VIT_SIZES.get(patch[0])
+    tokens = shapes.get("pos_embed", (1, 197, 0))[1] - 1
+    side = round(tokens**0.5) * patch[-1]
+    if size is None or side * side != tokens * patch[-1] ** 2:
+        raise Problem(f"{source}: a vision transformer with patches {patch} is none that we know; use --arch timm:NAME")
+    return f"timm:vit_{size}_patch{patch[-1]}_{side}"

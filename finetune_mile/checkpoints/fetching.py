@@ -1,0 +1,272 @@
+"""From a card to files in the cache: resumed where it broke off, checked. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+from finetune_mile.checkpoints.cards import LOOPBACK, Card, RemoteFile
+from finetune_mile.places import cache, shipped
+from finetune_mile.problems import Problem
+
+_CHUNK = 1 << 20
+_TRIES = 2  # in a row without a single new byte, for each mirror
+_PAUSE = 0.5  # seconds before the next try, doubled each time
+_TIMEOUT = 30.0
+_NETWORK = (urllib.error.URLError, http.client.HTTPException, OSError)
+
+
+class _WrongBytes(Exception):
+    """What came is not what the card promises."""
+
+
+def folder_of(card: Card) -> Path:
+    """Where a card's files lie in the cache; a file put there by hand is found as well."""
+    return cache() / "weights" / card.name
+
+
+def shipped_file(card: Card) -> Path | None:
+    """The card's file where it came with the install."""
+    path = shipped("weights") / card.file if card.file else None
+    return path if path is not None and path.is_file() else None
+
+
+def is_cached(card: Card) -> bool:
+    """Is everything here that `fetch` would return?"""
+    if shipped_file(card) is not None:
+        return True
+    names = [card.file] if card.unpack and card.file else [remote.name for remote in card.remote()]
+    return bool(names) and all((folder_of(card) / name).is_file() for name in names if name)
+
+
+def fetch(card: Card) -> Path:
+    """The file to open for a card: shipped, in the cache, or fetched now; always checked."""
+    own = shipped_file(card)
+    if own is not None:
+        if card.sha256 and _digest(own, "sha256") != card.sha256:
+            raise Problem(f"{own.name} beside card {card.name} is not the file the card describes; install again")
+        return own
+    if not card.remote() or card.file is None:
+        raise Problem(f"card {card.name} names no file that could be fetched")
+    folder = folder_of(card)
+    folder.mkdir(parents=True, exist_ok=True)
+    from filelock import FileLock
+
+    with FileLock(folder / ".lock"):  # several processes of one run ask at once; one of them fetches
+        for remote in card.remote():
+            _fetch_file(remote, folder)
+        if card.unpack and not (folder / card.file).is_file():
+            _unpack(folder / card.remote()[0].name, card.unpack, folder)
+    if not (folder / card.file).is_file():
+        raise Problem(f"card {card.name}: {card.file} is not among the fetched files in {folder}")
+    return folder / card.file
+
+
+def _fetch_file(remote: RemoteFile, folder: Path) -> None:
+    target = folder / remote.name
+    if target.is_file():
+        if not _unchanged(target):
+            try:
+                _accept(target, remote, target)
+            except _WrongBytes as error:
+                raise Problem(
+                    f"{target} is damaged or another file ({error}); delete it, it is fetched again"
+                ) from error
+        return
+    part = folder / f"{remote.name}.part"
+    reasons = []
+    for url in remote.urls:
+        try:
+            _download(url, part, remote)
+            _accept(part, remote, target)
+        except _WrongBytes as error:
+            part.unlink(missing_ok=True)
+            reasons.append(f"{url}: {error}")
+        except _NETWORK as error:
+            reasons.append(f"{url}: {getattr(error, 'reason', None) or error}")
+        else:
+            return
+    raise Problem(
+        f"{remote.name} could not be fetched ({'; '.join(reasons)}). Fetch {remote.urls[0]} "
+        f"elsewhere and put it at {target}"
+    )
+
+
+# ------------------------------------------------------------------------------------ the transfer
+
+
+class _OnlyHttps(urllib.request.HTTPRedirectHandler):
+    """A redirect may not lead away from https."""
+
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: Any,
+        newurl: str,
+    ) -> urllib.request.Request | None:
+        parts = urlsplit(newurl)
+        if parts.scheme != "https" and parts.hostname not in LOOPBACK:
+            raise urllib.error.URLError(f"redirected to {newurl}, which is not https")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _download(url: str, part: Path, remote: RemoteFile) -> None:
+    """Bring `part` to its full length, going on where an earlier attempt ended."""
+    failures, pause = 0, _PAUSE
+    while True:
+        before = part.stat().st_size if part.exists() else 0
+        try:
+            if _transfer(url, part, remote):
+                return
+        except urllib.error.HTTPError as error:
+            if error.code != 416 or not before:
+                raise
+            part.unlink()  # longer than what the server has: start anew
+        except _NETWORK:
+            if failures >= _TRIES:
+                raise
+        after = part.stat().st_size if part.exists() else 0
+        failures, pause = (0, _PAUSE) if after > before else (failures + 1, 2 * pause)
+        if failures > _TRIES:
+            raise urllib.error.URLError("the connection breaks off again and again")
+        time.sleep(pause)
+
+
+def _transfer(url: str, part: Path, remote: RemoteFile) -> bool:
+    """One connection; True when the whole file is there."""
+    start = part.stat().st_size if part.exists() else 0
+    tag = part.with_name(part.name + ".tag")
+    request = urllib.request.Request(url, headers={"User-Agent": "finetune_mile", "Accept-Encoding": "identity"})
+    if start:
+        request.add_header("Range", f"bytes={start}-")
+        if tag.exists():
+            request.add_header("If-Range", tag.read_text(encoding="ascii"))
+    with urllib.request.build_opener(_OnlyHttps).open(request, timeout=_TIMEOUT) as answer:
+        if str(answer.headers.get("Content-Type", "")).startswith("text/html"):
+            raise _WrongBytes("the server sent a web page, not a file; it may ask for a login")
+        partial = answer.status == 206 and str(answer.headers.get("Content-Range", "")).startswith(f"bytes {start}-")
+        start = start if partial else 0
+        length = answer.headers.get("Content-Length")
+        total = start + int(length) if length is not None else None
+        if remote.bytes is not None and total is not None and total != remote.bytes:
+            raise _WrongBytes(f"the server has {total} bytes, the card says {remote.bytes}")
+        _remember_tag(tag, answer.headers.get("ETag"))
+        with (
+            part.open("ab" if partial else "wb") as file,
+            _progress(remote.name, start, total) as advance,
+        ):
+            while block := answer.read(_CHUNK):
+                file.write(block)
+                advance(len(block))
+                if remote.bytes is not None and file.tell() > remote.bytes:
+                    raise _WrongBytes(f"more than the {remote.bytes} bytes of the card came")
+    done = total is None or part.stat().st_size == total
+    if done:
+        tag.unlink(missing_ok=True)
+    return done
+
+
+def _remember_tag(tag: Path, etag: str | None) -> None:
+    """A strong ETag lets the next attempt make sure that the file is still the same."""
+    if etag and not etag.startswith("W/") and etag.isascii():
+        tag.write_text(etag, encoding="ascii")
+    else:
+        tag.unlink(missing_ok=True)
+
+
+@contextmanager
+def _progress(name: str, start: int, total: int | None) -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(name, total=total, completed=start)
+        yield lambda amount: bar.advance(task, amount)
+
+
+# --------------------------------------------------------------------------------------- the check
+
+
+def _digest(path: Path, kind: str) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, kind).hexdigest()
+
+
+def _record_of(target: Path) -> Path:
+    return target.with_name(target.name + ".seen.json")
+
+
+def _unchanged(target: Path) -> bool:
+    """Was this file checked before? By size and time: hashing 4 GB each time is slow."""
+    record = _record_of(target)
+    if not record.is_file():
+        return False
+    seen = json.loads(record.read_text(encoding="utf-8"))
+    stat = target.stat()
+    return bool(seen["bytes"] == stat.st_size and seen["mtime_ns"] == stat.st_mtime_ns)
+
+
+def _accept(path: Path, remote: RemoteFile, target: Path) -> None:
+    """Check `path` against the card, or its first use; then it becomes `target`."""
+    size = path.stat().st_size
+    if remote.bytes is not None and size != remote.bytes:
+        raise _WrongBytes(f"{size} bytes, the card says {remote.bytes}")
+    sha256 = _digest(path, "sha256")
+    if remote.sha256 and sha256 != remote.sha256:
+        raise _WrongBytes(f"sha256 {sha256[:12]}..., the card says {remote.sha256[:12]}...")
+    if remote.md5 and not _digest(path, "md5").startswith(remote.md5):
+        raise _WrongBytes(f"md5 does not begin with {remote.md5}, as published")
+    record = _record_of(target)
+    if not remote.sha256 and not remote.md5 and record.is_file():
+        first = json.loads(record.read_text(encoding="utf-8"))["sha256"]
+        if sha256 != first:
+            raise _WrongBytes(f"sha256 {sha256[:12]}..., at its first use it was {first[:12]}...")
+    path.replace(target)
+    stat = target.stat()
+    note = {
+        "sha256": sha256,
+        "bytes": size,
+        "mtime_ns": stat.st_mtime_ns,
+        "urls": list(remote.urls),
+    }
+    part = record.with_name(record.name + ".part")
+    part.write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+    part.replace(record)
+
+
+def _unpack(archive: Path, start: str, folder: Path) -> None:
+    """Take members whose name begins with `start` out of a zip, flat: no folder is used."""
+    try:
+        with zipfile.ZipFile(archive) as source:
+            wanted = [m for m in source.infolist() if Path(m.filename).name.startswith(start)]
+            if sum(m.file_size for m in wanted) > 10 * archive.stat().st_size + _CHUNK:
+                raise Problem(f"{archive} promises far more than weights can be packed; it is not unpacked")
+            for member in wanted:
+                part = folder / f"{Path(member.filename).name}.part"
+                with source.open(member) as packed, part.open("wb") as file:
+                    while block := packed.read(_CHUNK):
+                        file.write(block)
+                part.replace(part.with_suffix(""))
+    except zipfile.BadZipFile as error:
+        _record_of(archive).unlink(missing_ok=True)
+        raise Problem(f"{archive} is not a zip file; delete it, it is fetched again") from error

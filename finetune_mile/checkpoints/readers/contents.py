@@ -1,0 +1,50 @@
+"""What a reader hands over: plain tensors, inert stubs, and the reason where it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Container = Literal["torch-zip", "torch-legacy", "safetensors", "tf-checkpoint", "tf-savedmodel", "pickle"]
+
+
+class Refused(Exception):
+    """Why a file is not read; `read` puts the file's name to it and raises a Problem."""
+
+
+@dataclass(slots=True, eq=False)
+class Stub:
+    """A foreign object as inert data: its class was neither imported nor called.
+
+    `args` is what the constructor would have been given, `state` what would have been restored;
+    `elements` and `entries` are the contents of a list-like and of a dict-like class.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: Any = None
+    elements: list[Any] = field(default_factory=list)
+    entries: dict[Any, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, inert>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """A checkpoint file as plain data.
+
+    Attributes:
+        container: What the file is, by its first and last bytes.
+        tree: Nested dicts, lists, tuples, scalars and strings; the leaves that matter are CPU
+            tensors, most of them mapped from the file (private: writing does not reach the disk).
+        stubs: Sorted qualified names of the foreign classes that were met and not called.
+        metadata: A safetensors file's own notes.
+        full_names: Checkpoint key to the variable's full name, for TF2 files with an object graph.
+    """
+
+    container: Container
+    tree: dict[str, Any]
+    stubs: tuple[str, ...] = ()
+    metadata: dict[str, str] = field(default_factory=dict)
+    full_names: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,186 @@
+"""Which names a pickle may speak of: rebuilt by our own code, kept as an inert stub, or refused.
+
+Nothing is ever imported or looked up. What could act (the standard library, builtins, torch and
+numpy beyond a short list, functions of packages that are installed with us) refuses the whole file.
+"""
+
+from __future__ import annotations
+
+import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections.abc import Container as Holds
+from dataclasses import dataclass
+
+from finetune_mile.checkpoints.readers.contents import Refused
+
+# Plain values of the standard library; as stubs they are only data.
+_INERT = frozenset(
+    {
+        "argparse.Namespace",
+        "types.SimpleNamespace",
+        "uuid.UUID",
+        "decimal.Decimal",
+        "fractions.Fraction",
+        *(f"builtins.{name}" for name in ["bool", "float", "int", "object", "range", "slice", "str"]),
+        *(f"datetime.{name}" for name in ["date", "datetime", "time", "timedelta", "timezone"]),
+        *(f"typing.{name}" for name in ["Any", "Dict", "List", "Optional", "Sequence", "Tuple", "Union"]),
+        *(
+            f"pathlib.{name}"
+            for name in [
+                "Path",
+                "PosixPath",
+                "PurePath",
+                "PurePosixPath",
+                "PureWindowsPath",
+                "WindowsPath",
+            ]
+        ),
+    }
+)
+# Packages whose work is to build or run code; `known` names of theirs are rebuilt nevertheless.
+_ACTING = frozenset(
+    [
+        "cffi",
+        "cloudpickle",
+        "commands",
+        "dill",
+        "distutils",
+        "IPython",
+        "joblib",
+        "multiprocess",
+        "pathos",
+        "pexpect",
+        "pip",
+        "pkg_resources",
+        "popen2",
+        "setuptools",
+        "_distutils_hack",
+    ]
+)
+# Installed with us, so a function of theirs is there to be called: only classes become stubs.
+_INSTALLED = frozenset(
+    [
+        "PIL",
+        "accelerate",
+        "aiohttp",
+        "datasets",
+        "finetune_mile",
+        "fsspec",
+        "httpx",
+        "huggingface_hub",
+        "jinja2",
+        "lightly",
+        "lightning",
+        "lightning_fabric",
+        "lightning_utilities",
+        "matplotlib",
+        "packaging",
+        "pandas",
+        "psutil",
+        "pyarrow",
+        "pydantic",
+        "pydantic_core",
+        "pytest",
+        "pytorch_lightning",
+        "requests",
+        "rich",
+        "safetensors",
+        "scipy",
+        "sklearn",
+        "sympy",
+        "timm",
+        "torchmetrics",
+        "torchvision",
+        "tqdm",
+        "triton",
+        "urllib3",
+        "yaml",
+    ]
+)
+_TORCH_CLASSES = (
+    "torch.amp.",
+    "torch.cuda.amp.",
+    "torch.distributions.",
+    "torch.nn.",
+    "torch.optim.",
+    "torch.utils.data.",
+)
+_NUMPY_SCALARS = frozenset(
+    [
+        "bool",
+        "bool_",
+        "float16",
+        "float32",
+        "float64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "complex64",
+        "complex128",
+        "str_",
+        "bytes_",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A global that a pickle speaks of; never the thing itself."""
+
+    qualified: str
+
+    @property
+    def builtin(self) -> bool:
+        """Whether it is a builtin type: not worth a mention among the foreign classes."""
+        return self.qualified.startswith("builtins.")
+
+
+def judge(module: object, name: object, known: Holds[str]) -> Name:
+    """Allow a global as a Name, or refuse the file.
+
+    Args:
+        module: As the pickle spells it; Python 2 and old numpy spellings are understood.
+        name: May be dotted.
+        known: Qualified names that our own code rebuilds.
+    """
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise Refused("is damaged: a global in it has no name")
+    spelt = f"{module}.{name}"
+    if len(spelt) > 500 or not all(part.isidentifier() for part in spelt.split(".")):
+        raise Refused("is damaged: a global in it is not a Python name")
+    if (module, name) in NAME_MAPPING:
+        module, name = NAME_MAPPING[module, name]
+    module = IMPORT_MAPPING.get(module, module)
+    if module == "numpy._core" or module.startswith("numpy._core."):
+        module = "numpy.core" + module.removeprefix("numpy._core")
+    qualified = f"{module}.{name}"
+    if qualified in known or qualified in _INERT or _is_foreign_class(module, name):
+        return Name(qualified)
+    raise Refused(
+        f"is refused, for it asks to run {spelt}, which no checkpoint needs; do not load it with "
+        "another tool unless you trust where it comes from"
+    )
+
+
+def _is_foreign_class(module: str, name: str) -> bool:
+    """Whether a name, as a stub, is fit to be kept as data."""
+    top = module.partition(".")[0]
+    parts = name.split(".")
+    looks_like_class = parts[-1].lstrip("_")[:1].isupper()
+    if top in sys.stdlib_module_names or top in _ACTING:
+        return False
+    if any(part in sys.stdlib_module_names for part in parts):
+        return False
+    if top == "torch":
+        return looks_like_class and f"{module}.".startswith(_TORCH_CLASSES)
+    if top == "numpy":
+        if module == "numpy":
+            return name in _NUMPY_SCALARS
+        random_class = looks_like_class and module.startswith("numpy.random.")
+        return random_class or module == "numpy.random._pickle"
+    return looks_like_class or top not in _INSTALLED

@@ -1,0 +1,223 @@
+"""TensorFlow checkpoints and SavedModels, read without TensorFlow.
+
+A checkpoint is an index (a LevelDB table: variable -> dtype, shape, shard, offset, size) and shards
+of raw little-endian data. The index's checksums are checked; those of the data are not, which would
+take longer than the reading (a card's sha256 is for that).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from finetune_mile.checkpoints.readers.arrays import check_shape, count_items
+from finetune_mile.checkpoints.readers.contents import Contents, Refused
+from finetune_mile.checkpoints.readers.mapped import MappedFile
+from finetune_mile.checkpoints.readers.wire import (
+    TABLE_MAGIC,
+    message,
+    raw,
+    table,
+    text,
+    varint,
+    whole,
+)
+
+GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
+
+_DATA_NAME = re.compile(r"(?P<prefix>.+)\.data-\d{5}-of-\d{5}")
+_LATEST = re.compile(r'^model_checkpoint_path:\s*"([^"\n]+)"', re.MULTILINE)
+_LARGEST_INDEX = 16 * 2**20
+_STRING = 7
+_NOT_NUMBERS = frozenset({_STRING, 20, 21})  # strings, resources, variants
+_DTYPES = {
+    1: torch.float32,
+    2: torch.float64,
+    3: torch.int32,
+    4: torch.uint8,
+    5: torch.int16,
+    6: torch.int8,
+    8: torch.complex64,
+    9: torch.int64,
+    10: torch.bool,
+    14: torch.bfloat16,
+    17: torch.uint16,
+    18: torch.complex128,
+    19: torch.float16,
+    22: torch.uint32,
+    23: torch.uint64,
+}
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Where a variable lies: TensorFlow's BundleEntryProto."""
+
+    dtype: int = 0
+    shape: tuple[int, ...] = ()
+    shard: int = 0
+    offset: int = 0
+    size: int = 0
+
+
+def find_index(path: Path) -> Path | None:
+    """The index that a checkpoint's prefix or one of its data files belongs to, if there is one."""
+    match = _DATA_NAME.fullmatch(path.name)
+    index = path.with_name(f"{match['prefix'] if match else path.name}.index")
+    if (path.exists() and not match) or not index.is_file():
+        return None
+    with index.open("rb") as file:
+        file.seek(max(0, index.stat().st_size - len(TABLE_MAGIC)))
+        return index if file.read() == TABLE_MAGIC else None
+
+
+def read_directory(directory: Path) -> Contents:
+    """A SavedModel, or a folder with one checkpoint."""
+    if (directory / "saved_model.pb").exists():
+        index = directory / "variables" / "variables.index"
+        if not index.exists():
+            raise Refused("is a SavedModel without variables/variables.index; fetch it again, whole")
+        tree, full_names = _read_bundle(index, directory)
+        return Contents(container="tf-savedmodel", tree=tree, full_names=full_names)
+    return read_checkpoint(_choose_index(directory))
+
+
+def _choose_index(directory: Path) -> Path:
+    """The checkpoint that the `checkpoint` file calls the latest, else the only one."""
+    names = sorted(path.name for path in directory.glob("*.index"))
+    latest = directory / "checkpoint"
+    if latest.is_file() and not latest.is_symlink() and latest.stat().st_size < 2**20:
+        match = _LATEST.search(latest.read_text(encoding="utf-8", errors="replace"))
+        # Only the last part: the rest is the folder of the machine that it was trained on.
+        name = re.split(r"[/\\]", match[1])[-1] + ".index" if match else ""
+        if name in names:
+            return directory / name
+    if len(names) > 1:
+        listed = ", ".join(name.removesuffix(".index") for name in names[:20])
+        raise Refused(f"holds several checkpoints; give one of them: {listed}")
+    if not names:
+        raise Refused("is a folder without a TensorFlow checkpoint (*.index) or a SavedModel; give the file")
+    return directory / names[0]
+
+
+def read_checkpoint(index: Path) -> Contents:
+    """A checkpoint of TF1 or TF2, from its index and the data files beside it."""
+    tree, full_names = _read_bundle(index, index.parent)
+    return Contents(container="tf-checkpoint", tree=tree, full_names=full_names)
+
+
+def _read_bundle(index: Path, home: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Every variable of numbers, and the full names of the object graph."""
+    if index.suffix != ".index":
+        raise Refused("is a TensorFlow index under another name; call it *.index, as its data files")
+    file = _open_inside(index, home)
+    if file.size > _LARGEST_INDEX:
+        raise Refused(f"has an index of {file.size} bytes, more than any checkpoint needs")
+    entries = table(bytes(file.view))
+    shards = _open_shards(index, home, _count_shards(entries.pop(b"", None)))
+    parsed = {key.decode("utf-8", "replace"): _parse_entry(value) for key, value in entries.items()}
+    if sum(entry.size for entry in parsed.values()) > sum(shard.size for shard in shards):
+        raise Refused("is damaged: its variables are larger than its data files; fetch them again")
+    tree: dict[str, torch.Tensor] = {}
+    full_names: dict[str, str] = {}
+    for key, entry in parsed.items():
+        if entry.shard >= len(shards):
+            raise Refused(f"is damaged: {key[:200]} lies in a data file that is not there")
+        shard = shards[entry.shard]
+        shard.check(entry.offset, entry.size)
+        if key == GRAPH_KEY and entry.dtype == _STRING:
+            full_names = _full_names(_one_string(shard, entry))
+        elif entry.dtype not in _NOT_NUMBERS:
+            tree[key] = _tensor(key, shard, entry)
+    return tree, full_names
+
+
+def _open_inside(path: Path, home: Path) -> MappedFile:
+    """Map a file that lies in `home`, where a link would lead as well."""
+    if not path.resolve().is_relative_to(home.resolve()):
+        raise Refused(f"is refused, for {path.name} is a link that leads out of the folder; copy the file")
+    return MappedFile(path)
+
+
+def _count_shards(header: bytes | None) -> int:
+    """The number of data files, from the header (BundleHeaderProto)."""
+    if header is None:
+        raise Refused("is not a checkpoint of TensorFlow 1.0 or later: its index has no header")
+    fields = dict(message(header))
+    if whole(fields.get(2, 0)):
+        raise Refused("was written on a big-endian machine, which is not supported")
+    count = whole(fields.get(1, 0))
+    if not 1 <= count <= 1024:
+        raise Refused(f"is damaged: its index speaks of {count} data files")
+    return count
+
+
+def _open_shards(index: Path, home: Path, count: int) -> list[MappedFile]:
+    prefix = index.name.removesuffix(".index")
+    paths = [index.with_name(f"{prefix}.data-{i:05}-of-{count:05}") for i in range(count)]
+    for path in paths:
+        if not path.exists():
+            raise Refused(f"needs {path.name} beside its index; fetch that too")
+    return [_open_inside(path, home) for path in paths]
+
+
+def _parse_entry(data: bytes) -> _Entry:
+    entry = _Entry()
+    for number, value in message(data):
+        if number == 1:
+            entry.dtype = whole(value)
+        elif number == 2:
+            entry.shape = _parse_shape(raw(value))
+        elif number == 3:
+            entry.shard = whole(value)
+        elif number == 4:
+            entry.offset = whole(value)
+        elif number == 5:
+            entry.size = whole(value)
+        elif number == 7:
+            raise Refused("holds partitioned variables; save it again without a partitioner")
+    if min(entry.shard, entry.offset, entry.size) < 0:
+        raise Refused("is damaged: a variable in its index lies before the beginning")
+    return entry
+
+
+def _parse_shape(data: bytes) -> tuple[int, ...]:
+    """TensorShapeProto: field 2 is a side, whose field 1 is its length."""
+    sides = [raw(value) for number, value in message(data) if number == 2]
+    return check_shape([whole(dict(message(side)).get(1, 0)) for side in sides])
+
+
+def _tensor(key: str, shard: MappedFile, entry: _Entry) -> torch.Tensor:
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise Refused(f"holds {key[:200]}, of TensorFlow's dtype {entry.dtype}, which is not read")
+    if count_items(entry.shape) * dtype.itemsize != entry.size:
+        raise Refused(f"is damaged: {key[:200]} has shape {entry.shape} and {entry.size} bytes, which differ")
+    return shard.tensor(entry.offset, entry.shape, dtype)
+
+
+def _one_string(shard: MappedFile, entry: _Entry) -> bytes:
+    """A scalar string: its length, the length's checksum, then the bytes."""
+    data = bytes(shard.view[entry.offset : entry.offset + entry.size])
+    count, position = varint(data, 0)
+    if count_items(entry.shape) != 1 or position + 4 + count != len(data):
+        raise Refused("is damaged: its object graph is not a single string")
+    return data[position + 4 :]
+
+
+def _full_names(graph: bytes) -> dict[str, str]:
+    """Checkpoint key to full name, from a TrackableObjectGraph (nodes, their attributes)."""
+    names: dict[str, str] = {}
+    for number, node in message(graph):
+        if number != 1:
+            continue
+        for part, attribute in message(raw(node)):
+            if part != 2:
+                continue
+            fields = {field: text(value) for field, value in message(raw(attribute)) if field in (2, 3)}
+            if fields.get(2) and fields.get(3):
+                names[fields[3]] = fields[2]
+    return names

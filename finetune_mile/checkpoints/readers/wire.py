@@ -1,0 +1,152 @@
+"""Protocol buffers and LevelDB tables, as far as TensorFlow's checkpoints need them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from finetune_mile.checkpoints.readers.contents import Refused
+
+TABLE_MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
+
+_FOOTER = 48
+_TRAILER = 5  # compression, crc
+_DAMAGED = "is damaged: its index does not make sense; fetch it again"
+
+
+def varint(data: bytes, position: int) -> tuple[int, int]:
+    """A variable-length integer of at most 64 bits, and where it ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= len(data):
+            raise Refused(_DAMAGED)
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            if value >= 1 << 64:
+                break
+            return value, position
+    raise Refused(_DAMAGED)
+
+
+def message(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protocol buffer: number, and integer or bytes."""
+    position = 0
+    while position < len(data):
+        tag, position = varint(data, position)
+        wire = tag & 7
+        if wire == 0:
+            value, position = varint(data, position)
+            yield tag >> 3, value
+            continue
+        if wire == 2:
+            count, position = varint(data, position)
+        elif wire in (1, 5):
+            count = 8 if wire == 1 else 4
+        else:
+            raise Refused(_DAMAGED)
+        if count > len(data) - position:
+            raise Refused(_DAMAGED)
+        yield tag >> 3, data[position : position + count]
+        position += count
+
+
+def whole(value: int | bytes) -> int:
+    """A field that must be an integer; 64-bit two's complement."""
+    if not isinstance(value, int):
+        raise Refused(_DAMAGED)
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def raw(value: int | bytes) -> bytes:
+    """A field that must be bytes."""
+    if not isinstance(value, bytes):
+        raise Refused(_DAMAGED)
+    return value
+
+
+def text(value: int | bytes) -> str:
+    """A field that must be a string."""
+    return raw(value).decode("utf-8", "replace")
+
+
+def table(data: bytes) -> dict[bytes, bytes]:
+    """Every entry of a LevelDB table, whose blocks must follow each other and match their sums."""
+    if len(data) < _FOOTER or data[-8:] != TABLE_MAGIC:
+        raise Refused(_DAMAGED)
+    footer = len(data) - _FOOTER
+    position = footer
+    for _ in range(2):  # the meta index's place, which is of no use here
+        _, position = varint(data, position)
+    offset, position = varint(data, position)
+    size, _ = varint(data, position)
+    entries: dict[bytes, bytes] = {}
+    free = 0
+    for _, handle in _entries(_block(data, offset, size, footer)):
+        offset, position = varint(handle, 0)
+        size, _ = varint(handle, position)
+        if offset < free:
+            raise Refused(_DAMAGED)
+        free = offset + size + _TRAILER
+        for key, value in _entries(_block(data, offset, size, footer)):
+            if key in entries:
+                raise Refused(_DAMAGED)
+            entries[key] = value
+    return entries
+
+
+def _block(data: bytes, offset: int, size: int, end: int) -> bytes:
+    """A block's contents, if they are plain and as they were written."""
+    if offset + size + _TRAILER > end:
+        raise Refused(_DAMAGED)
+    contents = data[offset : offset + size]
+    kind = data[offset + size]
+    if kind:
+        raise Refused("has a compressed index, which TensorFlow does not write; save it again")
+    (expected,) = struct.unpack_from("<I", data, offset + size + 1)
+    if masked_crc(data[offset : offset + size + 1]) != expected:
+        raise Refused("is damaged: its index does not match its checksum; fetch it again")
+    return contents
+
+
+def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The entries of a block; a key gives only how it differs from the key before."""
+    if len(block) < 4:
+        raise Refused(_DAMAGED)
+    (restarts,) = struct.unpack_from("<I", block, len(block) - 4)
+    end = len(block) - 4 - 4 * restarts
+    if end < 0:
+        raise Refused(_DAMAGED)
+    body, position, key = block[:end], 0, b""
+    while position < end:
+        shared, position = varint(body, position)
+        fresh, position = varint(body, position)
+        count, position = varint(body, position)
+        if shared > len(key) or fresh + count > end - position or shared + fresh > 4096:
+            raise Refused(_DAMAGED)
+        key = key[:shared] + body[position : position + fresh]
+        position += fresh
+        yield key, body[position : position + count]
+        position += count
+
+
+def _crc_table() -> tuple[int, ...]:
+    rows = []
+    for row in range(256):
+        for _ in range(8):
+            row = (row >> 1) ^ (0x82F63B78 if row & 1 else 0)
+        rows.append(row)
+    return tuple(rows)
+
+
+_CRC = _crc_table()
+
+
+def masked_crc(data: bytes) -> int:
+    """CRC-32C, rotated and shifted as LevelDB stores it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _CRC[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF

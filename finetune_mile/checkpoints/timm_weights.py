@@ -1,0 +1,96 @@
+"""timm's side: `timm:NAME`, files in timm's own names, and Hugging Face folders that timm wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from finetune_mile.checkpoints.adapters import Adapted
+from finetune_mile.checkpoints.adapters.adapter import Adapter, state_dict_of
+from finetune_mile.checkpoints.cards import Card, Preprocess
+from finetune_mile.checkpoints.detect import Found
+from finetune_mile.networks.heads import build
+from finetune_mile.problems import Problem
+
+if TYPE_CHECKING:
+    from finetune_mile.checkpoints.readers import Contents
+
+
+def open_timm(name: str, arch: str | None) -> tuple[nn.Module, Card]:
+    """A pretrained timm model without its head, and the card that timm's own notes make."""
+    import timm
+
+    if arch is not None and arch.removeprefix("timm:").split(".")[0] != name.split(".")[0]:
+        raise Problem(f"--init timm:{name} is a {name}, --arch says {arch}")
+    build(f"timm:{name.split('.')[0]}")  # an unknown name is answered with the nearest ones
+    try:
+        network: nn.Module = timm.create_model(name, pretrained=True, num_classes=0)
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise Problem(
+            f"--init timm:{name} could not be fetched ({first}); fetch its model.safetensors "
+            "elsewhere and "
+            f"use --init FILE --arch timm:{name.split('.')[0]}"
+        ) from error
+    config = getattr(network, "pretrained_cfg", {})
+    card = Card(
+        name=f"timm:{name}",
+        method="timm",
+        arch=f"timm:{name.split('.')[0]}",
+        preprocess=_preprocess(config),
+        licence=str(config.get("license") or "unknown"),
+        source=str(config.get("hf_hub_id") or config.get("url") or ""),
+    )
+    return network, card
+
+
+def timm_facts(config: Mapping[str, Any]) -> tuple[str, Preprocess]:
+    """Network and convention from a `config.json` that timm wrote."""
+    name = str(config["architecture"]).split(".")[0]
+    ours = re.fullmatch(r"(resnet(?:18|34|50|101|152|200))(d?)", name)
+    arch = ours[1] + ("-d" if ours[2] else "") if ours else f"timm:{name}"
+    return arch, _preprocess(config.get("pretrained_cfg") or {})
+
+
+def _preprocess(config: Mapping[str, Any]) -> Preprocess:
+    plain = Preprocess()
+    size = config.get("input_size") or (3, plain.size, plain.size)
+    interpolation = config.get("interpolation") or plain.interpolation
+    return Preprocess(
+        mean=tuple(config.get("mean") or plain.mean),
+        std=tuple(config.get("std") or plain.std),
+        size=size[-1],
+        crop=config.get("crop_pct") or plain.crop,
+        interpolation=interpolation if interpolation in ("bilinear", "bicubic", "nearest") else "bicubic",
+    )
+
+
+def native(contents: Contents, arch: str | None) -> Found | None:
+    """A file in the very names of the timm network that was asked for, where it is one."""
+    if arch is None or not arch.startswith("timm:"):
+        return None
+    names = set(build(arch).state_dict())
+    if not names <= set(state_dict_of(contents)):
+        return None
+    adapter = Adapter(recognise=lambda _: None, unwrap=state_dict_of, rename=lambda key: key, method="timm")
+    why = f"all {len(names)} tensors of {arch} are there by name"
+    return Found(format="timm", why=why, adapter=adapter, contents=contents)
+
+
+def canonical_head(adapted: Adapted, arch: str) -> Adapted:
+    """The classifier of timm (`head`, `fc`, ...) under the name `fc`, as everywhere else."""
+    if not arch.startswith("timm:"):
+        return adapted
+    import timm
+
+    prefix = timm.get_pretrained_cfg_value(arch.removeprefix("timm:"), "classifier") or "head"
+    names = {f"{prefix}.{leaf}": f"fc.{leaf}" for leaf in ("weight", "bias")}
+    return replace(
+        adapted,
+        tensors={names.get(name, name): tensor for name, tensor in adapted.tensors.items()},
+        sources={names.get(name, name): own for name, own in adapted.sources.items()},
+    )

@@ -1,0 +1,215 @@
+"""`finetune-mile weights`: what checkpoints there are, what is in a file, and other forms of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from finetune_mile.checkpoints.cards import check_init, find_card, list_cards, read_card
+from finetune_mile.checkpoints.fetching import folder_of, is_cached
+from finetune_mile.problems import Problem
+
+if TYPE_CHECKING:
+    from finetune_mile.checkpoints.loading import Opened
+
+TOLERANCE = 1e-4  # largest difference over the largest feature
+
+
+def main(argv: list[str]) -> int:
+    """Run one verb; 0 fine, 1 the check failed, 2 the command or its input was wrong."""
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except Problem as problem:
+        for sentence in problem.sentences:
+            Console(stderr=True, soft_wrap=True, highlight=False).print(sentence, markup=False)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="finetune-mile weights", description=__doc__)
+    verbs = parser.add_subparsers(required=True, metavar="ls | show | check | convert | docs")
+    ls = verbs.add_parser("ls", help="the published checkpoints we have a card for")
+    ls.add_argument("--json", action="store_true", help="for scripts")
+    ls.set_defaults(run=_ls)
+    show = verbs.add_parser("show", help="everything that is known of one")
+    show.add_argument("name")
+    show.set_defaults(run=_show)
+    check = verbs.add_parser("check", help="detect, load and account for every tensor")
+    check.add_argument("init", metavar="NAME_OR_FILE")
+    check.add_argument("--against", type=Path, metavar="EXPECTED.npz", help="x_<size> and features_<size>")
+    check.add_argument("--arch", help="the network, where the file does not show it")
+    check.add_argument("--names", action="store_true", help="list the tensors, not only their number")
+    check.add_argument("--json", action="store_true", help="for scripts")
+    check.set_defaults(run=_check)
+    convert = verbs.add_parser("convert", help="write safetensors in torchvision names, and a config")
+    convert.add_argument("init", metavar="FILE")
+    convert.add_argument("out", type=Path)
+    convert.add_argument("--to", choices=("own", "timm"), default="own")
+    convert.add_argument("--arch", help="the network, where the file does not show it")
+    convert.set_defaults(run=_convert)
+    docs = verbs.add_parser("docs", help="write docs/checkpoints.md from the cards and what is measured")
+    docs.add_argument("--parity", type=Path, help="folder of checkpoints that upstream code wrote")
+    docs.add_argument("--rewritten", type=Path, help="the same for those that our tests wrote")
+    docs.add_argument("--out", type=Path, default=Path("docs/checkpoints.md"))
+    docs.set_defaults(run=_docs)
+    return parser
+
+
+def _say(text: str) -> None:
+    Console(soft_wrap=True, highlight=False).print(text, markup=False)
+
+
+# ---------------------------------------------------------------------------------- ls and show
+
+
+def _ls(args: argparse.Namespace) -> int:
+    cards = [read_card(path) for _, path in sorted(list_cards().items())]
+    if args.json:
+        keys = {"name", "aliases", "method", "arch", "linear_top1", "verified"}
+        rows = [card.model_dump(mode="json", include=keys) | {"cached": is_cached(card)} for card in cards]
+        _say(json.dumps(rows, indent=2))
+        return 0
+    table = Table("name", "method", "arch", "linear top-1", "cached", "checked by us")
+    for card in cards:
+        top1 = "" if card.linear_top1 is None else f"{card.linear_top1:.1f}"
+        table.add_row(
+            card.name, card.method, card.arch or "", top1,
+            "yes" if is_cached(card) else "", "yes" if card.verified else "unverified",
+        )  # fmt: skip
+    terminal = Console()
+    (terminal if terminal.is_terminal else Console(width=120)).print(table)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    card = find_card(args.name)
+    rows: list[tuple[str, object]] = []
+    for key, value in card.model_dump(mode="json", exclude={"files", "urls"}).items():
+        several = value if isinstance(value, list) else [value]
+        rows += [(key, each) for each in several if each not in (None, "", {})]
+    for remote in card.remote():
+        rows += [(remote.name, url) for url in remote.urls]
+        known = remote.sha256 or (f"md5 {remote.md5}..." if remote.md5 else "not published")
+        rows.append(("hash", known))
+    if not card.verified:
+        rows.append(("unverified", "nobody here could load the published file itself"))
+    rows.append(("cached", f"{'yes' if is_cached(card) else 'no'}, in {folder_of(card)}"))
+    for key, value in rows:
+        _say(f"{key:<16} {value}")
+    return 0
+
+
+# ------------------------------------------------------------------------------ check and convert
+
+
+def _check(args: argparse.Namespace) -> int:
+    check_init(args.init)
+    from finetune_mile.checkpoints.loading import open_trunk
+
+    opened = open_trunk(args.init, arch=args.arch)
+    against = args.against or _beside(args.init)
+    figures = compare(opened, against) if against else {}
+    fine = all(figure <= TOLERANCE for figure in figures.values())
+    if args.json:
+        result = {
+            "init": args.init, "ok": fine, "parity": figures, "tolerance": TOLERANCE,
+            "card": opened.card.model_dump(mode="json"), **opened.report.to_json(),
+        }  # fmt: skip
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        return 0 if fine else 1
+    _print_report(opened, names=args.names)
+    for size, figure in figures.items():
+        verdict = "as upstream" if figure <= TOLERANCE else f"DIFFERENT (more than {TOLERANCE:g})"
+        _say(f"features at {size}: {figure:.1e} of the largest, {verdict}")
+    if not figures:
+        _say("features: nothing to compare with (--against expected.npz)")
+    return 0 if fine else 1
+
+
+def _beside(init: str) -> Path | None:
+    """`expected.npz` next to the file, where there is one."""
+    path = Path(init.split("::")[0]).expanduser()
+    folder = path if path.is_dir() else path.parent
+    beside = folder / "expected.npz"
+    return beside if (path.exists() or path.with_name(path.name + ".index").exists()) and beside.is_file() else None
+
+
+def _print_report(opened: Opened, *, names: bool) -> None:
+    report, card = opened.report, opened.card
+    _say(f"format: {report.format} ({report.why})")
+    _say(f"network: {report.arch}, padding {report.padding}")
+    how = card.preprocess
+    _say(f"input: RGB in [0, 1], mean {how.mean}, deviation {how.std}, {how.size} px, {how.interpolation}")
+    for prefix, ours in report.mapping.items():
+        _say(f"mapping: {prefix!r} -> {ours!r}")
+    for part in ("loaded", "reset", "dropped", "stubs"):
+        values = getattr(report, part)
+        few = ", ".join(values if names else values[:4]) + (", ..." if len(values) > 4 and not names else "")
+        _say(f"{part}: {len(values)}" + (f" ({few})" if values else ""))
+
+
+def compare(opened: Opened, path: Path) -> dict[str, float]:
+    """For each size in an `expected.npz`: the largest difference over the largest feature."""
+    import numpy as np
+    import torch
+
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            data = {key: file[key] for key in file.files if key.startswith(("x_", "features_"))}
+    except (OSError, ValueError) as error:
+        raise Problem(f"--against {path} cannot be read: {error}") from error
+    sizes = [key.removeprefix("x_") for key in data if key.startswith("x_")]
+    missing = [f"features_{size}" for size in sizes if f"features_{size}" not in data]
+    if not sizes or missing:
+        raise Problem(f"--against {path}: {', '.join(missing) or 'x_<size>'} is missing")
+    network = opened.network.eval()
+    figures = {}
+    for size in sizes:
+        with torch.inference_mode():
+            features = network(torch.from_numpy(data[f"x_{size}"]).float()).numpy()
+        expected = data[f"features_{size}"]
+        if features.shape != expected.shape:
+            figures[size] = float("inf")
+            continue
+        difference = float(np.abs(features - expected).max() / np.abs(expected).max())
+        figures[size] = difference if np.isfinite(difference) else float("inf")
+    return figures
+
+
+def _convert(args: argparse.Namespace) -> int:
+    check_init(args.init)
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        raise Problem(f"{args.out} is there already; give a folder that is new or empty")
+    from finetune_mile.checkpoints.exporting import write_export, write_timm
+    from finetune_mile.checkpoints.loading import open_trunk
+
+    opened = open_trunk(args.init, arch=args.arch)
+    config: dict[str, Any] = opened.card.preprocess.model_dump(mode="json")
+    config |= {
+        "arch": opened.report.arch, "padding": opened.report.padding, "num_classes": 0, "classes":
+        [], "method": opened.card.method, "init": args.init, "licence": opened.card.licence,
+    }  # fmt: skip
+    write = write_timm if args.to == "timm" else write_export
+    write(args.out, opened.network, config)
+    _say(f"{args.out}: {opened.report.arch}, {len(opened.report.loaded)} tensors, from {opened.report.format}")
+    return 0
+
+
+def _docs(args: argparse.Namespace) -> int:
+    from finetune_mile.verbs.weights_page import write_page
+
+    write_page(args.out, parity=args.parity, rewritten=args.rewritten)
+    _say(f"{args.out} is written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""docs/checkpoints.md, written from the cards, the adapters and what is measured on the spot."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from finetune_mile.checkpoints.adapters import ADAPTERS
+from finetune_mile.checkpoints.cards import Card, list_cards, read_card
+from finetune_mile.checkpoints.loading import open_trunk
+from finetune_mile.problems import Problem
+from finetune_mile.verbs.weights import TOLERANCE, compare
+
+_HEAD = """\
+# Checkpoints
+
+Written by `finetune-mile weights docs --parity FOLDER --rewritten FOLDER`; do not edit by hand.
+
+`--init` takes a card's name, a file, a folder (TensorFlow checkpoint, SavedModel, one of our run
+folders, a Hugging Face folder), `timm:NAME`, `hf:owner/name`, or `none`. The format is found by
+content, never by a file's name, and the network is read from the shapes of the tensors. Every
+tensor is accounted for: loaded, reset or dropped, by name, in `init.json` and in `finetune-mile
+weights check FILE --names`. A name or a shape that does not fit stops the load.
+
+- **Several trunks in one file** (online and momentum, student and teacher): formats that we know
+  say which one is meant. Otherwise the load stops and names them; pick one by its prefix,
+  `--init 'FILE::PREFIX'`. SimCLR-v2's EMA copy is `--init simclrv2-sk1::ema_model`. After `::` the
+  name of a format forces that format.
+- **Heads** are always new. A classifier in the file has seen labels (SimCLR-v2's `head_supervised`
+  all of ImageNet's); it is used only when it is named, by `keep_head`.
+- **Padding** has no tensors, so a wrong choice loads without a complaint and shifts every feature.
+  It comes with the format: `torch` symmetric; `tf` SimCLR (SAME pooling); `same` haiku (SAME
+  everywhere); `port` the PyTorch port of SimCLR-v2 as the published MILe code runs it.
+- Our own exports carry all this in the header of `model.safetensors`.
+"""
+
+
+_UPSTREAM = """\
+## Measured: files that the upstream's own code wrote
+
+Features of a fixed input against those of the upstream's own network. Largest difference over the
+largest feature; the bound is 1e-4.
+"""
+_REWRITTEN = """\
+## Measured: the same weights in formats whose own files were not at hand
+
+Written by our tests (`tests/checkpoints/rewriting.py`) after the formats' sources, with the weights
+of the files above and the features of their upstream networks; where only one size is given, with
+torchvision's or timm's own network as the reference. This measures our adapter against our reading
+of the format, not against a file of the upstream.
+"""
+
+
+def write_page(out: Path, *, parity: Path | None, rewritten: Path | None) -> None:
+    """Write the page; what is not measured is left out.
+
+    Args:
+        out: the page.
+        parity: folder of checkpoints beside `expected.npz`, written by upstream code.
+        rewritten: the same for checkpoints that our tests wrote.
+    """
+    cards = [read_card(path) for path in list_cards().values()]
+    measured = [
+        f"{title}\n{_parity(folder)}"
+        for title, folder in ((_UPSTREAM, parity), (_REWRITTEN, rewritten))
+        if folder is not None
+    ]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("\n".join([_HEAD, _formats(), *measured, _cards(cards)]), encoding="utf-8")
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _formats() -> str:
+    rows = []
+    for name, adapter in ADAPTERS.items():
+        how = adapter.preprocess
+        wants = "[0, 1]" if how.std == (1.0, 1.0, 1.0) else f"mean {how.mean[0]}, ... deviation {how.std[0]}, ..."
+        rows.append((f"`{name}`", adapter.method, adapter.padding, wants))
+    return "## Formats, in the order in which they are tried\n\n" + _table(
+        ("format", "made by", "padding", "input"), rows
+    )
+
+
+def _parity(folder: Path) -> str:
+    rows: list[tuple[str, ...]] = []
+    for path, expected in checkpoints_in(folder):
+        opened = open_trunk(str(path))
+        figures = compare(opened, expected)
+        sizes = ", ".join(f"{figure:.0e} at {size}" for size, figure in figures.items())
+        verdict = "yes" if max(figures.values()) <= TOLERANCE else "NO"
+        name = path.parent.name
+        rows.append((name, f"`{opened.report.format}`", opened.report.arch, sizes, verdict))
+    if not rows:
+        raise Problem(f"{folder}: no checkpoint lies beside an expected.npz there")
+    return _table(("checkpoint", "format", "network", "difference", "within"), rows)
+
+
+def checkpoints_in(folder: Path) -> Iterator[tuple[Path, Path]]:
+    """Each checkpoint that lies beside an `expected.npz`, unpacked where it is packed (`.zst`)."""
+    for expected in sorted(folder.glob("*/expected.npz")):
+        with tempfile.TemporaryDirectory() as place:
+            inside = Path(place) / expected.parent.name
+            inside.mkdir()
+            for file in expected.parent.iterdir():
+                if file.suffix == ".zst":
+                    _unpack(file, inside / file.stem)
+                elif file.suffix not in (".npz", ".txt"):
+                    shutil.copy(file, inside / file.name)
+            names = sorted(p for p in inside.iterdir() if ".data-" not in p.name)
+            if names:
+                yield names[0], expected
+
+
+def _unpack(packed: Path, plain: Path) -> None:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise Problem("--parity: .zst files need the package zstandard (pip install zstandard)") from error
+    with packed.open("rb") as source, plain.open("wb") as target:
+        zstandard.ZstdDecompressor(max_window_size=2**27).copy_stream(source, target)
+
+
+def _cards(cards: list[Card]) -> str:
+    rows = []
+    for card in sorted(cards, key=lambda card: card.name):
+        top1 = "" if card.linear_top1 is None else f"{card.linear_top1:g}"
+        tuned = ", ".join(f"{value:g} ({float(part):.0%})" for part, value in card.finetune_top1.items())
+        seen = "yes" if card.verified else "unverified"
+        rows.append((f"`{card.name}`", card.method, card.arch or "", top1, tuned, card.licence, seen))
+    head = ("card", "method", "network", "linear top-1", "fine-tuned top-1", "licence", "loaded")
+    note = "Accuracies as published. `unverified`: nobody here could fetch the published file.\n\n"
+    return f"## Cards ({len(rows)})\n\n{note}{_table(head, rows)}"

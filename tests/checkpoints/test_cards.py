@@ -1,0 +1,136 @@
+"""Every card is valid, agrees with its adapter, and names only what may be fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+import finetune_mile
+from finetune_mile.checkpoints.cards import (
+    Card,
+    RemoteFile,
+    check_init,
+    find_card,
+    list_cards,
+    read_card,
+    split_init,
+)
+from finetune_mile.networks.resnets import parse_arch
+from finetune_mile.places import shipped
+from finetune_mile.problems import Problem
+
+PUBLISHED = 52  # the demo's own card comes on top
+SHORT = ("simclrv2-sk0", "simclrv2-sk1", "mocov2", "byol", "swav", "simclr")
+CARDS = sorted(list_cards())
+
+
+def test_every_card_is_read() -> None:
+    files = list(shipped("weights").rglob("*.yaml"))
+    assert len(files) == len(CARDS)
+    assert len([name for name in CARDS if not name.endswith("-demo")]) == PUBLISHED
+    assert set(SHORT) <= set(CARDS)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_card(name: str) -> None:
+    from finetune_mile.checkpoints.adapters import ADAPTERS
+
+    card = find_card(name)
+    assert card.arch is not None
+    assert parse_arch(card.arch) is not None or card.arch.startswith("timm:")
+    if card.format is not None:
+        assert card.format in ADAPTERS
+    if card.format is not None and not name.endswith("-demo"):
+        assert card.padding == ADAPTERS[card.format].padding
+        assert card.preprocess == ADAPTERS[card.format].preprocess
+    assert card.licence != "unknown"
+    assert card.file
+    for remote in card.remote():
+        assert all(url.startswith("https://") for url in remote.urls)
+    if not name.endswith("-demo"):
+        assert not card.verified  # no published file can be fetched here
+        assert card.remote()
+        assert card.paper.startswith("https://")
+
+
+def test_names_and_aliases_are_unique() -> None:
+    names = [*CARDS, *(alias for name in CARDS for alias in find_card(name).aliases)]
+    assert len(names) == len(set(names))
+
+
+def test_the_thirteen_networks_of_simclr_v2() -> None:
+    archs = {find_card(name).arch for name in CARDS if name.startswith("simclrv2-")}
+    assert len(archs) == 13
+    assert find_card("simclrv2-r50-1x-sk1").name == "simclrv2-sk1"
+
+
+def test_no_url_in_python_and_no_python_in_cards() -> None:
+    urls = [url for name in CARDS for remote in find_card(name).remote() for url in remote.urls]
+    hosts = {urlsplit(url).hostname or "" for url in urls}
+    assert len(hosts) == 4
+    package = Path(finetune_mile.__file__).parent
+    for path in package.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not [host for host in hosts if host in text], path.name
+    for path in list_cards().values():
+        assert "!!python" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://example.com/a.pth", "ftp://example.com/a.pth", "file:///etc/passwd", "gs://bucket/a"],
+)
+def test_only_https_is_fetched(url: str) -> None:
+    with pytest.raises(ValueError, match="only https"):
+        RemoteFile(name="a.pth", urls=(url,))
+
+
+@pytest.mark.parametrize("name", ["../a.pth", "/a.pth", "a/b.pth", ".hidden", ""])
+def test_a_file_name_has_no_folders(name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        RemoteFile(name=name, urls=("https://example.com/a.pth",))
+
+
+def test_unknown_fields_and_two_ways_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(yaml.safe_dump({"name": "x", "method": "m", "arch": None, "colour": "red"}))
+    with pytest.raises(Problem, match=r"card x\.yaml is not valid.*(?s:.)*colour"):
+        read_card(path)
+    remote = RemoteFile(name="a", urls=("https://example.com/a",))
+    with pytest.raises(ValueError, match="not both"):
+        Card(name="x", method="m", arch=None, file="a", urls=remote.urls, files=(remote,))
+
+
+def test_an_unknown_name_is_answered_with_near_ones() -> None:
+    with pytest.raises(Problem, match=r"did you mean .*mocov2.*weights ls"):
+        find_card("moco-v2")
+
+
+def test_check_init(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model.ckpt-1.index").write_bytes(b"")
+    for fine in (
+        "none",
+        "mocov2",
+        "mocov2-800ep",
+        "simclrv2-sk1::ema_model",
+        "timm:resnet50",
+        "hf:owner/name",
+    ):
+        check_init(fine)
+    check_init(str(tmp_path / "model.ckpt-1"))
+    for wrong, why in {
+        "mocov9000": "no card of that name",
+        "missing.pth": "no such file",
+        str(tmp_path / "nothing"): "no such file",
+        str(tmp_path / "empty"): "empty",
+        "timm:": "needs a model's name",
+        "hf:name": "hf:owner/name",
+        "mocov2::": "nothing follows",
+    }.items():
+        with pytest.raises(Problem, match=why):
+            check_init(wrong)
+    assert split_init("a::b.c") == ("a", "b.c")

@@ -1,0 +1,283 @@
+"""Downloads from a server on this machine that stutters, lies and breaks off."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import threading
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from finetune_mile.checkpoints import fetching
+from finetune_mile.checkpoints.cards import Card, RemoteFile
+from finetune_mile.checkpoints.fetching import fetch, folder_of, is_cached
+from finetune_mile.problems import Problem
+
+DATA = bytes(range(256)) * 2000  # half a megabyte
+SHA256 = hashlib.sha256(DATA).hexdigest()
+
+
+@dataclass
+class Site:
+    """What the server has, and what it was asked for."""
+
+    url: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    cut_after: int | None = None  # bytes per connection
+    ranges: bool = True
+    etag: str | None = '"one"'
+    content_type: str = "application/octet-stream"
+    redirect: str | None = None
+    asked: list[str | None] = field(default_factory=list)  # the Range header of each request
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetching, "_PAUSE", 0.001)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            here.asked.append(self.headers.get("Range"))
+            if here.redirect:
+                self.send_response(302)
+                self.send_header("Location", here.redirect)
+                self.end_headers()
+                return
+            data = here.files.get(self.path)
+            if data is None:
+                self.send_error(404)
+                return
+            start = 0
+            asked, held = self.headers.get("Range"), self.headers.get("If-Range")
+            if asked and here.ranges and held in (None, here.etag):
+                start = int(asked.removeprefix("bytes=").removesuffix("-"))
+                if start >= len(data):
+                    self.send_error(416)
+                    return
+            self.send_response(206 if start else 200)
+            if start:
+                self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            if here.etag:
+                self.send_header("ETag", here.etag)
+            self.send_header("Content-Type", here.content_type)
+            self.send_header("Content-Length", str(len(data) - start))
+            self.end_headers()
+            end = len(data) if here.cut_after is None else start + here.cut_after
+            self.wfile.write(data[start:end])
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    here = Site(url=f"http://127.0.0.1:{server.server_port}", files={"/a.pth": DATA})
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield here
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def card(site: Site, **facts: object) -> Card:
+    given = {"urls": (f"{site.url}/a.pth",), "file": "a.pth"} | facts
+    return Card.model_validate({"name": "test", "method": "m", "arch": "resnet50"} | given)
+
+
+def test_fetched_once_and_checked(site: Site) -> None:
+    subject = card(site, sha256=SHA256, bytes=len(DATA))
+    assert not is_cached(subject)
+    path = fetch(subject)
+    assert path.read_bytes() == DATA
+    assert path == folder_of(subject) / "a.pth"
+    assert is_cached(subject)
+    fetch(subject)
+    assert site.asked == [None]
+    assert not list(path.parent.glob("*.part*"))
+
+
+def test_goes_on_where_it_broke_off(site: Site) -> None:
+    site.cut_after = 200_000
+    assert fetch(card(site, sha256=SHA256)).read_bytes() == DATA
+    assert site.asked == [None, "bytes=200000-", "bytes=400000-"]
+
+
+def test_goes_on_with_what_an_earlier_process_left(site: Site) -> None:
+    folder = folder_of(card(site))
+    folder.mkdir(parents=True)
+    (folder / "a.pth.part").write_bytes(DATA[:1000])
+    assert fetch(card(site, sha256=SHA256)).read_bytes() == DATA
+    assert site.asked == ["bytes=1000-"]
+
+
+def test_starts_anew_where_the_server_cannot_resume(site: Site) -> None:
+    site.ranges = False
+    folder = folder_of(card(site))
+    folder.mkdir(parents=True)
+    (folder / "a.pth.part").write_bytes(b"old" * 1000)
+    assert fetch(card(site, sha256=SHA256)).read_bytes() == DATA
+
+
+def test_starts_anew_where_the_file_has_changed(site: Site) -> None:
+    folder = folder_of(card(site))
+    folder.mkdir(parents=True)
+    (folder / "a.pth.part").write_bytes(b"old" * 1000)
+    (folder / "a.pth.part.tag").write_text('"zero"')
+    assert fetch(card(site, sha256=SHA256)).read_bytes() == DATA
+
+
+def test_starts_anew_where_too_much_was_there(site: Site) -> None:
+    folder = folder_of(card(site))
+    folder.mkdir(parents=True)
+    (folder / "a.pth.part").write_bytes(DATA + b"x")
+    assert fetch(card(site, sha256=SHA256)).read_bytes() == DATA
+
+
+@pytest.mark.parametrize("facts", [{"sha256": "0" * 64}, {"md5": "00000000"}, {"bytes": 5}])
+def test_wrong_bytes_are_not_used(site: Site, facts: dict[str, object]) -> None:
+    with pytest.raises(Problem, match=r"a\.pth could not be fetched .*(sha256|md5|bytes)"):
+        fetch(card(site, **facts))
+    assert not is_cached(card(site))
+    assert not (folder_of(card(site)) / "a.pth.part").exists()
+
+
+def test_published_first_digits_of_an_md5(site: Site) -> None:
+    fetch(card(site, md5=hashlib.md5(DATA, usedforsecurity=False).hexdigest()[:8]))
+
+
+def test_the_next_mirror_is_tried(site: Site) -> None:
+    site.files["/bad.pth"] = b"something else"
+    mirrors = (f"{site.url}/none.pth", f"{site.url}/bad.pth", f"{site.url}/a.pth")
+    assert fetch(card(site, urls=mirrors, sha256=SHA256)).read_bytes() == DATA
+
+
+def test_first_use_is_remembered_where_no_hash_is_published(site: Site) -> None:
+    path = fetch(card(site))
+    assert json.loads(path.with_name("a.pth.seen.json").read_text())["sha256"] == SHA256
+    path.unlink()
+    site.files["/a.pth"] = DATA[::-1]
+    with pytest.raises(Problem, match="at its first use it was"):
+        fetch(card(site))
+
+
+def test_a_damaged_file_in_the_cache_is_found(site: Site) -> None:
+    path = fetch(card(site, sha256=SHA256))
+    path.write_bytes(DATA[:-1] + b"!")
+    with pytest.raises(Problem, match="damaged or another file"):
+        fetch(card(site, sha256=SHA256))
+
+
+def test_a_file_put_there_by_hand_is_used(site: Site) -> None:
+    folder = folder_of(card(site))
+    folder.mkdir(parents=True)
+    (folder / "a.pth").write_bytes(DATA)
+    assert fetch(card(site, sha256=SHA256)) == folder / "a.pth"
+    assert site.asked == []
+
+
+def test_offline_is_one_sentence_with_the_way_out(site: Site) -> None:
+    url = "http://127.0.0.1:9/a.pth"
+    with pytest.raises(Problem) as caught:
+        fetch(card(site, urls=(url,)))
+    (sentence,) = caught.value.sentences
+    assert f"Fetch {url} elsewhere and put it at {folder_of(card(site)) / 'a.pth'}" in sentence
+
+
+def test_a_web_page_is_not_a_checkpoint(site: Site) -> None:
+    site.content_type = "text/html; charset=utf-8"
+    with pytest.raises(Problem, match="web page"):
+        fetch(card(site))
+
+
+@pytest.mark.parametrize("where", ["http://example.com/a.pth", "ftp://example.com/a.pth", "file:///etc/passwd"])
+def test_a_redirect_does_not_leave_https(site: Site, where: str) -> None:
+    site.redirect = where
+    with pytest.raises(Problem, match=r"could not be fetched"):
+        fetch(card(site))
+    assert len(site.asked) <= 6
+
+
+def test_several_files(site: Site) -> None:
+    site.files |= {"/m.index": b"i" * 10, "/m.data": b"d" * 20}
+    files = tuple(RemoteFile(name=n, urls=(f"{site.url}/{n}",)) for n in ("m.index", "m.data"))
+    subject = card(site, urls=(), files=files, file="m.index")
+    assert fetch(subject).read_bytes() == b"i" * 10
+    assert (folder_of(subject) / "m.data").read_bytes() == b"d" * 20
+    assert is_cached(subject)
+
+
+def zipped(members: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+def test_a_zip_is_unpacked_flat(site: Site, tmp_path: Path) -> None:
+    members = {
+        "../../model.ckpt-1.index": b"index",
+        "deep/model.ckpt-1.data": b"data",
+        "readme": b"no",
+    }
+    site.files["/w.zip"] = zipped(members)
+    subject = card(site, urls=(f"{site.url}/w.zip",), unpack="model.ckpt-1", file="model.ckpt-1.index")
+    assert fetch(subject).read_bytes() == b"index"
+    names = {p.name for p in folder_of(subject).iterdir() if not p.name.startswith(".")}
+    assert names == {"w.zip", "w.zip.seen.json", "model.ckpt-1.index", "model.ckpt-1.data"}
+    assert not list(tmp_path.glob("model*"))
+
+
+def test_a_zip_bomb_is_not_unpacked(site: Site) -> None:
+    site.files["/w.zip"] = zipped({"model.ckpt-1.index": bytes(20_000_000)})
+    subject = card(site, urls=(f"{site.url}/w.zip",), unpack="model.ckpt-1", file="model.ckpt-1.index")
+    with pytest.raises(Problem, match="far more"):
+        fetch(subject)
+
+
+def test_what_is_no_zip_is_said(site: Site) -> None:
+    subject = card(site, unpack="model.ckpt-1", file="model.ckpt-1.index")
+    with pytest.raises(Problem, match="not a zip file"):
+        fetch(subject)
+
+
+def test_two_at_once_fetch_once(site: Site) -> None:
+    subject = card(site, sha256=SHA256)
+    threads = [threading.Thread(target=fetch, args=(subject,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert site.asked == [None]
+
+
+def test_hub_ids_that_cannot_be_reached_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from finetune_mile.checkpoints.locating import locate
+
+    def refuse(*args: object, **options: object) -> str:
+        raise OSError("no network\nand a long story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(Problem, match=r"hf:owner/name could not be fetched \(no network\)"):
+        locate("hf:owner/name")
+
+
+def test_hub_folders_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    from finetune_mile.checkpoints.locating import locate
+
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "config.json").write_text('{"architecture": "resnet50"}')
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path))
+    located = locate("hf:owner/name")
+    assert located.path == tmp_path / "model.safetensors"
+    assert located.config == {"architecture": "resnet50"}

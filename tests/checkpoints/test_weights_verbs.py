@@ -1,0 +1,155 @@
+"""`finetune-mile weights`: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from making import as_separius, trunk, under
+from torch import Tensor
+
+import finetune_mile
+from finetune_mile.checkpoints.cards import list_cards
+from finetune_mile.verbs.weights import main
+
+
+def noise(name: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.tensor(7) if name.endswith("tracked") else torch.rand(shape) + 0.5
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    torch.manual_seed(0)
+    torch.save(under("module.pre.", trunk("resnet-demo", noise)), folder / "mine.pth")
+    network = finetune_mile.load(str(folder / "mine.pth"))
+    images = torch.rand(2, 3, 32, 32)
+    features = network(images).detach().numpy()
+    np.savez(tmp_path / "expected.npz", x_32=images.numpy(), features_32=features)
+    np.savez(tmp_path / "wrong.npz", x_32=images.numpy(), features_32=features * 1.001)
+    np.savez(tmp_path / "shape.npz", x_32=images.numpy(), features_32=features[:, :5])
+    np.savez(tmp_path / "lacking.npz", x_32=images.numpy())
+    return folder / "mine.pth"
+
+
+def test_ls_and_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls"]) == 0
+    table = capsys.readouterr().out
+    assert all(name in table for name in list_cards())
+    assert "unverified" in table
+    assert main(["ls", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["name"] for row in rows} == set(list_cards())
+    assert main(["show", "mocov2"]) == 0
+    shown = capsys.readouterr().out
+    assert "a04e12f8" in shown
+    assert "moco_v2_800ep_pretrain.pth.tar" in shown
+    assert main(["show", "mocov7"]) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", [["ls"], ["show", "byol"], ["check", "mocov9"], ["check", "none.pth"]])
+def test_no_torch_before_it_is_needed(verb: list[str]) -> None:
+    code = (
+        "import sys; from finetune_mile.verbs.weights import main\n"
+        f"code = main({verb!r}); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == (2 if verb[0] == "check" else 0), done.stderr
+    assert time.perf_counter() - start < 10
+
+
+def test_check_accounts_and_compares(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(file), "--against", str(file.parents[1] / "expected.npz")]) == 0
+    out = capsys.readouterr().out
+    assert "trunk behind a prefix" in out
+    assert "mapping: 'module.pre.' -> ''" in out
+    assert "resnet-demo" in out
+    assert "as upstream" in out
+    assert main(["check", str(file)]) == 0
+    assert "nothing to compare with" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("against", "code"), [("wrong", 1), ("shape", 1), ("lacking", 2), ("absent", 2)])
+def test_check_exits(file: Path, against: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(file), "--against", str(file.parents[1] / f"{against}.npz")]) == code
+    assert ("DIFFERENT" in capsys.readouterr().out) == (code == 1)
+
+
+def test_check_for_scripts(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    against = str(file.parents[1] / "wrong.npz")
+    assert main(["check", str(file), "--json", "--against", against]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is False
+    assert result["parity"]["32"] == pytest.approx(1e-3, rel=0.01)
+    assert result["counts"] == {"loaded": len(trunk("resnet-demo")), "reset": 0, "dropped": 0}
+    assert result["mapping"] == {"module.pre.": ""}
+
+
+def test_check_takes_the_vectors_beside_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file.parent / "expected.npz").write_bytes((file.parents[1] / "wrong.npz").read_bytes())
+    assert main(["check", str(file)]) == 1
+    capsys.readouterr()
+
+
+def test_convert_out_and_in_again(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["convert", str(file), str(out)]) == 0
+    images = torch.rand(2, 3, 32, 32)
+    with torch.inference_mode():
+        first, second = (finetune_mile.load(str(p))(images) for p in (file, out))
+    assert torch.equal(first, second)
+    assert main(["convert", str(file), str(out)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_convert_keeps_padding_and_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "sk.pth"
+    torch.save({"resnet": as_separius(trunk("resnet50-sk", noise), sk=True), "head": {}}, path)
+    assert main(["convert", str(path), str(tmp_path / "own")]) == 0
+    again = finetune_mile.load(str(tmp_path / "own" / "model.safetensors"))
+    assert (again.report.padding, again.report.arch) == ("tf", "resnet50-sk")
+    assert again.card.preprocess.std == (1.0, 1.0, 1.0)
+    assert main(["convert", str(path), str(tmp_path / "timm"), "--to", "timm"]) == 2
+    assert "--to timm is not possible" in capsys.readouterr().err
+
+
+def test_convert_to_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import timm
+
+    path = tmp_path / "r18.pth"
+    torch.save(trunk("resnet18", noise), path)
+    assert main(["convert", str(path), str(tmp_path / "timm"), "--to", "timm"]) == 0
+    capsys.readouterr()
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+    images = torch.rand(1, 3, 64, 64)
+    with torch.inference_mode():
+        torch.testing.assert_close(theirs(images), finetune_mile.load(str(path))(images))
+
+
+def test_docs_are_written_from_cards_and_measurements(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file.parent / "expected.npz").write_bytes((file.parents[1] / "expected.npz").read_bytes())
+    out = tmp_path / "docs" / "page.md"
+    assert main(["docs", "--out", str(out), "--parity", str(tmp_path)]) == 0
+    text = out.read_text()
+    assert all(f"| `{name}` |" in text for name in list_cards())
+    assert "| in | `trunk behind a prefix` | resnet-demo |" in text
+    capsys.readouterr()
+
+
+def test_the_page_in_the_repository_is_of_these_cards() -> None:
+    page = Path(finetune_mile.__file__).parents[1] / "docs" / "checkpoints.md"
+    text = page.read_text()
+    missing = [name for name in list_cards() if f"| `{name}` |" not in text]
+    assert [name for name in missing if not name.endswith("-demo")] == []
+    assert " NO |" not in text
