@@ -62,6 +62,8 @@ def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
     path, why = choose_recipe(flags)
     tree = read_yaml(path)
     given = {k: v for k, v in flags.items() if v is not None and k != "recipe"}
+    if "data" not in given and path == shipped("recipes") / "finetune.yaml":
+        given["data"] = find_imagenet()
     return check(tree, given, sets, path, why)
 
 
@@ -196,9 +198,19 @@ def to_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def imagenet_dir() -> Path | None:
-    """ImageNet on this machine: IMAGENET_DIR, else data/imagenet."""
-    for place in (os.environ.get("IMAGENET_DIR"), "data/imagenet"):
-        if place and Path(place).is_dir():
-            return Path(place)
-    return None
+def find_imagenet() -> str:
+    """ImageNet on this machine, as --data: IMAGENET_DIR, else data/imagenet, else the hub's copy in the local cache."""
+    place = os.environ.get("IMAGENET_DIR")
+    if place and not Path(place).is_dir():
+        raise Problem(f"IMAGENET_DIR is {place}, and there is no such directory")
+    for folder in (place, "data/imagenet"):
+        if folder and Path(folder).is_dir():
+            return f"imagenet:{folder}"
+    hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface")) / "hub/datasets--ILSVRC--imagenet-1k"
+    if hub.is_dir():
+        return "hf:ILSVRC/imagenet-1k"
+    raise Problem(
+        "no --data, so ImageNet is meant, and it was not found: set IMAGENET_DIR to its folder, or put it into "
+        "data/imagenet, or download the hub's ILSVRC/imagenet-1k into the local cache; for your own images say "
+        "--data folder:DIR"
+    )
