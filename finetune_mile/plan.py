@@ -32,13 +32,13 @@ class Plan:
             return 0
         return in_steps(amount, total_steps=self.total_steps, steps_per_epoch=self.steps_per_epoch)
 
-    def phase_ending_at(self, step: int) -> Phase | None:
-        """The phase whose last step is `step`, if one ends there."""
+    def phase_of(self, step: int) -> tuple[Phase, bool]:
+        """The phase that step `step` (from 1) belongs to, and whether it ends there."""
         for phase in self.phases:
             step -= phase.steps
             if step <= 0:
-                return phase if step == 0 else None
-        return None
+                break
+        return phase, step == 0
 
 
 def make_plan(recipe: Recipe, *, labelled: int, pool_sizes: dict[Pool, int]) -> Plan:

@@ -116,8 +116,8 @@ class RunFolder:
         return records
 
     def rewind(self, step: int) -> None:
-        """Forget what was recorded after `step`: it will be done again."""
-        kept = [r for r in self.metrics() if r["step"] <= step]
+        """Forget what was recorded after the checkpoint of `step`: it will be done, or looked at, again."""
+        kept = [r for r in self.metrics() if r["step"] < step or (r["step"] == step and r["kind"] == "train")]
         with whole_file(self.path / "metrics.jsonl") as part:
             part.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
 

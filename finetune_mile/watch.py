@@ -112,7 +112,7 @@ class Watch:
         """After each step."""
         self._window.append(record)
         self._images_since += record.images * self.accelerator.num_processes
-        evaluate = record.ended or (self.evaluate_every is not None and record.step % self.evaluate_every == 0)
+        evaluate = self._look_due(record.step, ended=record.ended)
         save = evaluate or record.step % self.checkpoint_every == 0
         if save or record.step % self.log_every == 0:
             self._flush(record)
@@ -128,9 +128,12 @@ class Watch:
         report = extra["label_report"]
         self.label_report = None if report is None else LabelReport(**report)
         self.saved_step = step
-        ending = self.plan.phase_ending_at(step)
-        if ending is not None:
-            self.look(step, ending, ended=True)
+        phase, ended = self.plan.phase_of(step)
+        if self._look_due(step, ended=ended):
+            self.look(step, phase, ended=ended)
+
+    def _look_due(self, step: int, *, ended: bool) -> bool:
+        return ended or (self.evaluate_every is not None and step % self.evaluate_every == 0)
 
     def look(self, step: int, phase: Phase, *, ended: bool) -> None:
         """Evaluate the learner, and a new teacher's labels; both go into metrics.jsonl."""

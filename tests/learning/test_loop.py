@@ -110,6 +110,28 @@ def test_a_stop_after_any_step_changes_nothing(run_demo, tmp_path, monkeypatch, 
     assert looks[0] == looks[1]
 
 
+def test_a_kill_right_after_an_evaluation_does_not_record_it_twice(run_demo, tmp_path, monkeypatch):
+    from finetune_mile import watch
+
+    flags = [*SHORT_MILE, "--set", "evaluate.every=5"]
+    whole, killed = run_demo("whole", *flags), tmp_path / "killed"
+    look = watch.Watch.look
+
+    def look_and_die(self, step, phase, *, ended):
+        look(self, step, phase, ended=ended)
+        if step in (6, 10):  # the end of a phase, and inside of one
+            raise watch.Stopped(9)
+
+    arguments = [*flags, "--out", str(killed)]
+    monkeypatch.setattr(watch.Watch, "look", look_and_die)
+    assert main(arguments) == 137
+    monkeypatch.undo()
+    assert main(["--resume", str(killed)]) == 0
+    records = [[r | {"images_per_second": 0} for r in map(json.loads, (f / "metrics.jsonl").read_text().splitlines())]
+               for f in (killed, whole)]  # fmt: skip
+    assert records[0] == records[1]
+
+
 def test_labels_once_per_cycle_equal_labels_per_batch_without_augmentation(run_demo):
     plain = [*SHORT_MILE, "--set", "augment.crop=none", "--rho", "0.05"]  # away from the prior 0.1: no ties
     each = run_demo("batch", *plain)
