@@ -26,6 +26,8 @@ def accuracy(out: Path, init: str, arch: str, options: argparse.Namespace, seed:
              "--steps", str(options.steps), "--batch-size", str(options.batch_size), "--seed", str(seed),
              "--set", f"size={options.size}", "--set", "evaluate.labels=false", "--out", str(out)]  # fmt: skip
     flags += ["--arch", arch] if init == "none" else []
+    for setting in options.sets:
+        flags += ["--set", setting]
     done = subprocess.run(
         [sys.executable, str(ROOT / "finetune_mile/run.py"), *flags], capture_output=True, text=True, check=False
     )
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--size", type=int, default=96)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE", help="as in run.py")
     options = parser.parse_args()
     margins = []
     with tempfile.TemporaryDirectory() as place:
@@ -52,7 +55,8 @@ def main() -> None:
             ours, arch = accuracy(Path(place, f"init-{seed}"), options.init, "", options, seed)
             none, _ = accuracy(Path(place, f"none-{seed}"), "none", arch, options, seed)
             margins.append(ours - none)
-            print(f"seed {seed}: {arch}  --init FILE {ours:.2f} %  --init none {none:.2f} %  margin {margins[-1]:+.2f}")
+            line = f"seed {seed}: {arch}  --init FILE {ours:.2f} %  --init none {none:.2f} %"
+            print(f"{line}  margin {margins[-1]:+.2f}", flush=True)
     spread = f" ± {statistics.stdev(margins):.2f}" if len(margins) > 1 else ""
     print(f"margin {statistics.mean(margins):+.2f}{spread} points over {len(margins)} seeds")
 
