@@ -10,7 +10,10 @@ from finetune_mile.problems import Problem
 
 # Verb: (module with main(argv) -> exit code, what it does).
 VERBS: dict[str, tuple[str, str]] = {
+    "doctor": ("finetune_mile.verbs.doctor", "look at data before a run: bad images, duplicates, class counts, sizes"),
+    "pack": ("finetune_mile.verbs.pack", "write images resized into WebDataset shards"),
     "run": ("finetune_mile.run", "train: the same as finetune_mile/run.py"),
+    "eval": ("finetune_mile.verbs.evaluate", "score any classifier, or saved logits, on any data"),
 }
 
 
@@ -36,3 +39,7 @@ def main(argv: list[str] | None = None) -> int:
             sys.stderr.write(f"error: {sentence}\n")
         return 2
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The verbs of `finetune-mile`, one module each."""
