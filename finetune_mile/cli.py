@@ -12,6 +12,9 @@ from finetune_mile.problems import Problem
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("finetune_mile.run", "train: the same as finetune_mile/run.py"),
     "weights": ("finetune_mile.verbs.weights", "checkpoints: ls, show, check, convert"),
+    "eval": ("finetune_mile.verbs.evaluate", "score any classifier, or saved logits, on any data"),
+    "doctor": ("finetune_mile.verbs.doctor", "look at data before a run: bad images, duplicates, class counts, sizes"),
+    "pack": ("finetune_mile.verbs.pack", "write images resized into WebDataset shards"),
 }
 
 
@@ -37,3 +40,7 @@ def main(argv: list[str] | None = None) -> int:
             sys.stderr.write(f"error: {sentence}\n")
         return 2
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

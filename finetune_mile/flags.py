@@ -11,8 +11,8 @@ from finetune_mile.problems import Problem
 from finetune_mile.recipe import Method, Variant
 
 SETTINGS = (
-    "recipe", "init", "fraction", "method", "variant", "data", "arch", "semi", "teacher", "k_t", "k_s", "rho",
-    "steps", "epochs", "batch_size", "lr", "seed", "keep_head", "track",
+    "recipe", "init", "fraction", "split", "truth", "method", "variant", "data", "arch", "semi", "teacher",
+    "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed", "keep_head", "track",
 )  # fmt: skip
 
 EPILOG = """examples:
@@ -41,8 +41,11 @@ def build_parser() -> Parser:
     what = parser.add_argument_group("what to train")
     what.add_argument("--recipe", metavar="FILE", help="a recipe file, or its name below recipes/")
     what.add_argument("--init", help="card name, file, directory, timm:NAME, or none (from scratch)")
-    what.add_argument("--data", help="demo, folder:DIR; a bare directory is folder:")
+    what.add_argument("--data", help="demo, folder:DIR, imagenet:DIR, hf:NAME_OR_DIR, csv:FILE, wds:DIR, "
+                      "webvision:DIR, celeba:DIR; a bare directory is folder:")  # fmt: skip
     what.add_argument("--fraction", help="share of the labels to use, such as 0.01")
+    what.add_argument("--split", metavar="FILE", help="a list of the labelled images, or the split.json of a run")
+    what.add_argument("--truth", help="true label sets for evaluation: real, csv:FILE, counts:FILE.npy,INDEX.csv,0.1")
     what.add_argument("--method", help=" | ".join(get_args(Method)))
     what.add_argument("--variant", help=" | ".join(get_args(Variant)) + ": where paper and published code differ")
     what.add_argument("--arch", help="network, such as resnet50, resnet50-sk, timm:NAME")
@@ -106,6 +109,8 @@ def given_settings(options: argparse.Namespace) -> dict[str, Any]:
             "recipe",
             "init",
             "data",
+            "split",
+            "truth",
             "arch",
             "teacher",
             "method",

@@ -133,11 +133,21 @@ class Evaluate(Section):
 class Recipe(Section):
     """A whole run."""
 
-    data: str = Field(description="demo, folder:DIR, ...")
+    data: str = Field(description="demo, folder:DIR, imagenet:DIR, hf:NAME_OR_DIR, csv:FILE, wds:DIR, ...")
+    truth: str | None = Field(
+        default=None, description="true label sets of the validation images: real, csv:FILE, counts:NPY,CSV,SHARE"
+    )
     init: str = Field(description="a card's name, a file, a directory, timm:NAME, or none")
     arch: str | None = Field(default=None, description="null: as the checkpoint says")
     size: int | None = Field(default=None, gt=0, description="image side; null: as the card says")
+    crop: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="central share of the short side in the plain view; null: as the card says",
+    )
     fraction: Fraction = Field(description="share of the labels that is used")
+    split: str | None = Field(default=None, description="a list of the labelled images, or a run's split.json")
     method: Method
     variant: Variant
     semi: Literal["none", "all", "unlabelled"] = Field(description="images that imitation draws from")

@@ -13,6 +13,7 @@ import argparse
 
 from finetune_mile.checkpoints.cards import check_init
 from finetune_mile.flags import given_settings, parse
+from finetune_mile.images.checks import check_split, check_truth
 from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.plan import make_plan
 from finetune_mile.problems import Problem
@@ -42,6 +43,10 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
     resolved = resolve(given_settings(options), options.sets)
     split_name(resolved.recipe.data)
     check_init(resolved.recipe.init)
+    if resolved.recipe.split is not None:
+        check_split(resolved.recipe.split)
+    if resolved.recipe.truth is not None:
+        check_truth(resolved.recipe.truth)
     path = options.out or next_folder(Path("runs"), resolved.path.stem)
     check_free(path, options.overwrite)
     return resolved, path
@@ -52,7 +57,10 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     from finetune_mile import devices
     from finetune_mile.checkpoints.loading import load_network
     from finetune_mile.explain import explain
+    from finetune_mile.images.bad_images import BadImages
     from finetune_mile.images.pools import make_pools
+    from finetune_mile.images.splits import choose
+    from finetune_mile.images.truth import with_truth
     from finetune_mile.session import Session
     from finetune_mile.training import open_folder, play
     from finetune_mile.watch import Signals
@@ -61,7 +69,10 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     precision = devices.wanted_precision(recipe.precision)
     accelerator = devices.start(precision=precision, seed=recipe.seed, track=recipe.track, project=str(path))
     data = load_data(recipe.data)
-    pools = make_pools(data.train, recipe.fraction, recipe.seed)
+    if recipe.truth is not None:
+        data = with_truth(data, recipe.truth)
+    chosen = choose(data.train.ids, len(data.classes), recipe.fraction, recipe.split)
+    pools = make_pools(data.train, recipe.fraction, recipe.seed, chosen)
     plan = make_plan(
         recipe, labelled=len(pools.indices["labelled"]),
         pool_sizes={name: len(members) for name, members in pools.indices.items()},
@@ -74,12 +85,13 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         keep_head=recipe.keep_head,
         head_from=recipe.head_from,
     )
-    how = card.preprocess if recipe.size is None else card.preprocess.model_copy(update={"size": recipe.size})
+    own = {"size": recipe.size, "crop": recipe.crop}
+    how = card.preprocess.model_copy(update={key: value for key, value in own.items() if value is not None})
     recipe = recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, "precision": precision})
     signals = Signals()
     session = Session(
         recipe=recipe, accelerator=accelerator, data=data, pools=pools, card=card, how=how,
-        tick=signals.raise_if_caught,
+        bad=BadImages(path / "bad_images.csv", recipe.data), tick=signals.raise_if_caught,
     )  # fmt: skip
     if accelerator.is_main_process:
         explain(resolved, session, plan, report, full=options.explain)

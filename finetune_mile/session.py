@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.cards import Card, Preprocess
+from finetune_mile.images.bad_images import BadImages
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.order import Order, micro_batches
 from finetune_mile.images.pipeline import (
@@ -47,6 +49,7 @@ class Session:
     pools: Pools
     card: Card
     how: Preprocess
+    bad: BadImages
     tick: Callable[[], None]  # looked at between batches outside of training; it may raise to stop
 
     @property
@@ -71,8 +74,12 @@ class Session:
         """This process's parts of the batches of a pool, from a step of that pool on, without end."""
         recipe, augment = self.recipe, self.recipe.augment
         augmentation = Augmentation(crop=augment.crop, scale=augment.scale, shift=augment.shift, flip=augment.flip)
-        views = Views(self.pools.images, self.how, augmentation, recipe.seed)
-        order = Order(self.pools.indices[pool], len(POOLS) * recipe.seed + POOLS.index(pool))
+        members = self.pools.indices[pool]
+        views = Views(
+            self.pools.images, self.how, augmentation, recipe.seed, pool=members,
+            on_bad=partial(self.bad.add, "train", self.pools.images.ids),
+        )  # fmt: skip
+        order = Order(members, len(POOLS) * recipe.seed + POOLS.index(pool))
         keys = micro_batches(
             order, first_step=first_step, batch_size=recipe.batch_size, accumulate=recipe.accumulate,
             rank=self.accelerator.process_index, world=self.accelerator.num_processes,
@@ -80,29 +87,41 @@ class Session:
         return batches(views, keys, workers=self.workers, pin=self.accelerator.device.type == "cuda")
 
     def logits(self, network: nn.Module, images: ImageSet, indices: Indices) -> Tensor:
-        """A bare network's logits (n, C) on the plain view of some images."""
-        views = Views(images, self.how, None, self.recipe.seed)
+        """A bare network's logits (n, C) on the plain view of some images; NaN for those that cannot be read."""
+        split = "val" if images is self.data.val else "train"
+        views = Views(images, self.how, None, self.recipe.seed, on_bad=partial(self.bad.add, split, images.ids))
         share = max(self.recipe.batch_size // self.accelerator.num_processes, 1)
-        return predict(
+        logits = predict(
             self.accelerator, network, views, indices, self.prepare,
             batch_size=share, workers=self.workers, tick=self.tick,
         )  # fmt: skip
+        bad = torch.from_numpy(np.isin(indices, list(views.bad))).to(self.accelerator.device)
+        bad = self.accelerator.reduce(bad.int(), reduction="sum").cpu() > 0  # each process knows its own
+        if bool(logits[~bad].isnan().all(1).any()):  # must not pass for bad images
+            raise Problem("the network's outputs are not numbers any more; lower --lr, or set optimizer.clip")
+        return logits.masked_fill(bad.unsqueeze(1), torch.nan)
 
     def evaluate(self, network: nn.Module, limit: int | None) -> dict[str, float]:
         """Scores on the validation images, or on `limit` of them."""
         val = self.data.val
         picked = pick_probe(len(val), limit or len(val))
-        return score(
-            self.logits(network, val, picked.numpy()), val.given[picked],
+        logits = self.logits(network, val, picked.numpy())
+        good = ~logits.isnan().all(1)  # bad images do not count, and are counted
+        logits, picked = logits[good], picked[good]
+        found = score(
+            logits, val.given[picked],
             None if val.truth is None else val.truth[picked], activation=self.recipe.activation,
             prediction_set=self.recipe.evaluate.prediction_set, rho=self.recipe.rho,
         )  # fmt: skip
+        return found if bool(good.all()) else found | {"bad_images": float((~good).sum())}
 
     def probe(self, network: nn.Module) -> tuple[Tensor, Tensor]:
         """Logits and given labels of the labelled training images that every generation is looked at on."""
         labelled = self.pools.indices["labelled"]
         picked = labelled[pick_probe(len(labelled), PROBE_IMAGES).numpy()]
-        return self.logits(network, self.pools.images, picked), self.pools.images.given[torch.from_numpy(picked)]
+        logits = self.logits(network, self.pools.images, picked)
+        good = ~logits.isnan().all(1)
+        return logits[good], self.pools.images.given[torch.from_numpy(picked)][good]
 
     def label_pool(self, roles: Roles) -> Callable[[Phase], LabelStore]:
         """A function that lets the teacher label a phase's whole pool, on plain views, a block at a time."""

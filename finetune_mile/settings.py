@@ -47,7 +47,8 @@ def find_recipe(name: str) -> Path:
     for path in (Path(name), folder / name, folder / f"{name}.yaml"):
         if path.is_file():
             return path
-    names = [str(p.relative_to(folder).with_suffix("")) for p in sorted(folder.rglob("*.yaml"))]
+    found = [p.relative_to(folder) for p in sorted(folder.rglob("*.yaml"))]
+    names = [str(p.with_suffix("")) for p in found if p.parts[0] != "splits"]
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:5]
     raise Problem(f"--recipe {name}: no such file or recipe; there are {', '.join(near)}")
 

@@ -161,6 +161,8 @@ def _finish(session: Session, learner: nn.Module, folder: RunFolder) -> None:
     found: Tensor | None = None
     if recipe.evaluate.labels:
         logits = session.logits(learner, session.pools.images, labelled)
+        good = ~logits.isnan().all(1)
+        logits, labelled = logits[good], labelled[good.numpy()]
         found = logits.sigmoid() if recipe.activation == "sigmoid" else logits.softmax(1)
     shown = session.logits(learner, data.val, gallery_images(session).numpy())
     if not accelerator.is_main_process:  # what follows is files only; no process waits for another

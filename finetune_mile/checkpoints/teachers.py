@@ -49,7 +49,7 @@ def load_with_head(source: str, flag: str) -> tuple[nn.Module, Preprocess, tuple
         source: a run folder, an export, or a checkpoint file with a classifier.
         flag: for messages.
     """
-    if not Path(source).exists():
+    if not Path(source.partition("::")[0]).exists():
         raise Problem(f"{flag} {source}: there is no such run folder or file")
     opened = open_trunk(source)
     if "fc.weight" not in opened.classifier:
@@ -59,7 +59,7 @@ def load_with_head(source: str, flag: str) -> tuple[nn.Module, Preprocess, tuple
     network, card, _ = load_network(
         source, arch=None, num_classes=len(opened.classifier["fc.weight"]), head_bias="zero", keep_head=name
     )
-    classes = locate(source).config.get("classes")
+    classes = locate(source.partition("::")[0]).config.get("classes")
     return network.eval(), card.preprocess, None if classes is None else tuple(classes)
 
 

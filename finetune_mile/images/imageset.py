@@ -12,13 +12,18 @@ if TYPE_CHECKING:  # names of sources are checked before torch is needed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSet:
-    """Some images with their labels. N images, C classes."""
+    """Some images with their labels. N images, C classes.
+
+    Where images have a class and a file name, the id is `<class>/<file name>` and the images are sorted by it: the same
+    photos in another container are the same image set.
+    """
 
     ids: Sequence[str]  # N names that stay the same from run to run
     given: Tensor  # (N,) integers, -1 = unlabelled; or (N, C) of 0 and 1
-    truth: Tensor | None  # (N, C) booleans, where the true label sets are known
-    read: Callable[[int], Tensor]  # index to uint8 (3, H, W)
+    truth: Tensor | None  # (N, C) booleans, where the true label sets are known; an empty row = unknown
+    read: Callable[[int], Tensor]  # index to uint8 (3, H, W); raises BadImage
     in_memory: bool = False  # reading is cheap: no loader processes are wanted
+    encoded: Callable[[int], bytes] | None = None  # index to the bytes of the file, where there is one
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from finetune_mile.images.imageset import ImageSet
+from finetune_mile.images.splits import Chosen
 from finetune_mile.images.subsets import Indices, fingerprint, stratified
 from finetune_mile.learning.phases import Pool
 from finetune_mile.problems import Problem
@@ -21,6 +22,7 @@ class Pools:
 
     images: ImageSet
     indices: dict[Pool, Indices]
+    source: str = "stratified"  # or the list that names the labelled images
 
     def to_json(self, fraction: float, seed: int) -> dict[str, object]:
         """The contents of split.json: enough to check a split, and to give it back."""
@@ -28,6 +30,7 @@ class Pools:
         return {
             "fraction": fraction,
             "seed": seed,
+            "source": self.source,
             "labelled": len(ids),
             "unlabelled": len(self.indices["unlabelled"]),
             "sha256": fingerprint(ids),
@@ -35,12 +38,21 @@ class Pools:
         }
 
 
-def make_pools(images: ImageSet, fraction: float, seed: int) -> Pools:
-    """Keep the labels of a stratified share of `images` and hide the rest."""
+def make_pools(images: ImageSet, fraction: float, seed: int, chosen: Chosen | None = None) -> Pools:
+    """Keep the labels of some of `images` and hide the rest.
+
+    Args:
+        images: the training images.
+        fraction: the share of each class that keeps its label.
+        seed: of the draw.
+        chosen: the images that a list names, instead of a draw.
+    """
     labels = one_label_each(images.given).numpy()
-    labelled = stratified(labels, images.ids, fraction, seed)
+    labelled = stratified(labels, images.ids, fraction, seed) if chosen is None else chosen.indices
     if len(labelled) == 0:
         raise Problem("--data: no training image has a label")
+    if chosen is not None:
+        _check_list(labels, chosen)
     everything = np.arange(len(images))
     hidden = torch.full_like(images.given, -1)
     hidden[torch.from_numpy(labelled)] = images.given[torch.from_numpy(labelled)]
@@ -51,7 +63,21 @@ def make_pools(images: ImageSet, fraction: float, seed: int) -> Pools:
             "unlabelled": np.setdiff1d(everything, labelled, assume_unique=True),
             "all": everything,
         },
+        source="stratified" if chosen is None else chosen.source,
     )
+
+
+def _check_list(labels: Indices, chosen: Chosen) -> None:
+    """A list must name labelled images, and some of every class that has any."""
+    of_list = labels[chosen.indices]
+    if (of_list < 0).any():
+        raise Problem(f"--split {chosen.source}: {int((of_list < 0).sum())} of the images it names have no label")
+    lost = np.setdiff1d(labels[labels >= 0], of_list)
+    if len(lost):
+        raise Problem(
+            f"--split {chosen.source}: no image is left of {len(lost)} classes (the first is class number {lost[0]}); "
+            "a list must name at least one image of each"
+        )
 
 
 def one_label_each(given: Tensor) -> Tensor:

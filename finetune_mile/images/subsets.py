@@ -37,12 +37,12 @@ def stratified(labels: Indices, ids: Sequence[str], fraction: float, seed: int) 
     if fraction == 1:
         return np.flatnonzero(labels >= 0)
     ranks = hashes(seed, 0, name_numbers(ids))
+    order = np.lexsort((ranks, labels))  # class by class, and by rank within
+    order = order[labels[order] >= 0]
     taken = []
-    for label in np.unique(labels[labels >= 0]):
-        members = np.flatnonzero(labels == label)
-        count = max(1, round(fraction * len(members)))
-        taken.append(members[np.argsort(ranks[members], kind="stable")[:count]])
-    return np.sort(np.concatenate(taken)) if taken else np.zeros(0, dtype=np.int64)
+    for members in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
+        taken.append(members[: max(1, round(fraction * len(members)))])
+    return np.sort(np.concatenate(taken)) if len(order) else np.zeros(0, dtype=np.int64)
 
 
 def fingerprint(ids: Sequence[str]) -> str:

@@ -132,6 +132,8 @@ def gallery(session: Session, logits: Tensor) -> list[dict[str, object]]:
     probabilities = logits.sigmoid() if session.recipe.activation == "sigmoid" else logits.softmax(1)
     shown: list[dict[str, object]] = []
     for row, index in zip(probabilities, picked.tolist(), strict=True):
+        if bool(row.isnan().all()):
+            continue  # an image that cannot be read
         truth = None if val.truth is None else set(val.truth[index].nonzero().flatten().tolist())
         best = [c for c in row.argsort(descending=True).tolist() if row[c] > 0.25][:6]
         found = [

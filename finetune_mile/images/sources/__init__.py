@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -15,23 +16,53 @@ from finetune_mile.problems import Problem
 SOURCES: dict[str, str] = {
     "demo": "finetune_mile.images.sources.demo",
     "folder": "finetune_mile.images.sources.folder",
+    "imagenet": "finetune_mile.images.sources.imagenet",
+    "hf": "finetune_mile.images.sources.hf",
+    "csv": "finetune_mile.images.sources.csv_file",
+    "wds": "finetune_mile.images.sources.wds",
+    "webvision": "finetune_mile.images.sources.webvision",
+    "celeba": "finetune_mile.images.sources.celeba",
 }
+DIRECTORIES = ("folder", "imagenet", "wds", "webvision", "celeba")
 
 
 def split_name(data: str) -> tuple[str, str]:
     """`folder:photos` is ("folder", "photos"); a bare directory is a folder; what is neither raises."""
     scheme, colon, where = data.partition(":")
-    if not colon and scheme != "demo":
+    if not colon and scheme not in ("demo", "imagenet"):
         scheme, where = "folder", data
     if scheme not in SOURCES:
         near = difflib.get_close_matches(scheme, SOURCES, n=1)
         hint = f"did you mean {near[0]}:?" if near else f"known: {', '.join(SOURCES)}"
         raise Problem(f"--data {data}: no source is called {scheme!r}; {hint}")
-    if scheme == "demo" and where and not (where.isdigit() and int(where) > 0):
-        raise Problem(f"--data {data}: write demo, or demo:400 for 400 training grids")
-    if scheme == "folder" and not Path(where).is_dir():
-        raise Problem(f"--data {data}: there is no directory {where!r}")
+    if scheme == "imagenet" and not where.partition("?")[0]:
+        where = _imagenet_place() + where
+    _check_place(data, scheme, where.partition("?")[0])
     return scheme, where
+
+
+def _check_place(data: str, scheme: str, place: str) -> None:
+    if scheme == "demo" and place and not (place.isdigit() and int(place) > 0):
+        raise Problem(f"--data {data}: write demo, or demo:400 for 400 training grids")
+    if scheme in DIRECTORIES and not Path(place).is_dir():
+        raise Problem(f"--data {data}: there is no directory {place!r}")
+    if scheme == "csv" and not Path(place).is_file():
+        raise Problem(f"--data {data}: there is no file {place!r}")
+    if scheme == "hf":
+        if not place:
+            raise Problem("--data hf: names nothing; write hf:NAME or hf:DIRECTORY")
+        if (place.startswith((".", "/", "~")) or place.count("/") > 1) and not Path(place).expanduser().exists():
+            raise Problem(f"--data {data}: there is no directory {place!r}")
+
+
+def _imagenet_place() -> str:
+    """ImageNet on this machine: IMAGENET_DIR, else data/imagenet."""
+    for place in (os.environ.get("IMAGENET_DIR"), "data/imagenet"):
+        if place and Path(place).is_dir():
+            return place
+    raise Problem(
+        "--data imagenet: where is it? Write imagenet:DIR, set IMAGENET_DIR, or put it (or a link) at data/imagenet"
+    )
 
 
 def load_data(data: str) -> Data:

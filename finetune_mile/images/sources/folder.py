@@ -1,81 +1,73 @@
-"""Folders of images, a folder a class: `train/` and `val/`, or one tree that is split."""
+"""Folders of images: a folder with images in it is a class. `train/` and `val/`, or one tree that is split."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-import torch
-from PIL import Image, ImageOps
-
-from finetune_mile.images.imageset import Data, ImageSet
-from finetune_mile.images.subsets import stratified
+from finetune_mile.images.assembly import Listing, check_classes, make_data, number, to_set
+from finetune_mile.images.imageset import Data
+from finetune_mile.images.reading import Files
+from finetune_mile.images.scans import Scan, scan_tree
+from finetune_mile.images.sources.options import read_options
 from finetune_mile.problems import Problem
 
-ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".gif"}
-VAL_SHARE = 0.2
+VAL_NAMES = ("val", "validation", "valid", "test")
 
 
 def load(where: str) -> Data:
-    """Read the tree at `where`; its class folders in sorted order are the classes."""
-    root = Path(where)
-    train_dir = root / "train"
-    if train_dir.is_dir():
-        val_dir = next((root / n for n in ("val", "validation", "test") if (root / n).is_dir()), None)
+    """Read the tree at `where`; its classes are named by their path below it, in sorted order.
+
+    Args:
+        where: the directory; `DIR?depth=2` names classes by the first two folders, whatever lies deeper, and
+            `DIR?val=test` evaluates on that folder beside train/ (else val/, or test/ where there is no val/).
+    """
+    place, options = read_options("folder", where, ("depth", "val"))
+    root, what = Path(place), f"--data folder:{where}"
+    depth = _depth(options.get("depth"), what)
+    if (root / "train").is_dir():
+        names = (options["val"],) if "val" in options else VAL_NAMES
+        val_dir = next((root / n for n in names if (root / n).is_dir()), None)
         if val_dir is None:
-            raise Problem(f"--data folder:{root}: there is a train/ but no val/ beside it")
-        classes, train = scan(train_dir)
-        val_classes, val = scan(val_dir)
-        unknown = sorted(set(val_classes) - set(classes))
-        if unknown:
-            raise Problem(f"--data folder:{root}: val/ has classes that train/ lacks: {', '.join(unknown[:5])}")
-        val = [(path, classes.index(val_classes[label])) for path, label in val]
-        return Data(
-            name=root.name, classes=tuple(classes),
-            train=as_set(train_dir, train), val=as_set(val_dir, val),
-        )  # fmt: skip
-    classes, found = scan(root)
-    labels = np.array([label for _, label in found])
-    ids = [path.relative_to(root).as_posix() for path, _ in found]
-    held_out = set(stratified(labels, ids, VAL_SHARE, seed=0).tolist())
-    if len(held_out) == len(found):
-        raise Problem(f"--data folder:{root}: one image per class cannot be split; add images or a val/ folder")
-    return Data(
-        name=root.name, classes=tuple(classes),
-        train=as_set(root, [f for i, f in enumerate(found) if i not in held_out]),
-        val=as_set(root, [f for i, f in enumerate(found) if i in held_out]),
+            raise Problem(f"{what}: there is a train/ but no {names[0]}/ beside it")
+        train, val = scan_tree(root / "train", what), scan_tree(val_dir, what)
+    else:
+        val_dir, train, val = None, scan_tree(root, what), None
+    train_names = class_names(train, what, depth)
+    classes = sorted(set(train_names))
+    train_set = to_set(
+        Listing(
+            ids=train.names, labels=number(train_names, classes),
+            encoded=Files(root / "train" if val_dir else root, train.names),
+        )
     )  # fmt: skip
+    check_classes(what, classes, train_set.given.numpy())
+    if val is None or val_dir is None:
+        return make_data(root.resolve().name, classes, train_set, None, what)
+    val_names = class_names(val, f"{what} ({val_dir.name}/)", depth)
+    unknown = sorted(set(val_names) - set(classes))
+    if unknown:
+        raise Problem(f"{what}: {val_dir.name}/ has classes that train/ lacks: {', '.join(unknown[:5])}")
+    val_set = to_set(Listing(ids=val.names, labels=number(val_names, classes), encoded=Files(val_dir, val.names)))
+    return make_data(root.resolve().name, classes, train_set, val_set, what)
 
 
-def scan(root: Path) -> tuple[list[str], list[tuple[Path, int]]]:
-    """The classes below `root` and every image with its class's number, sorted."""
-    classes = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
-    found = [
-        (path, label)
-        for label, name in enumerate(classes)
-        for path in sorted((root / name).rglob("*"))
-        if path.suffix.lower() in ENDINGS
-    ]
-    if not found:
-        raise Problem(f"--data folder:{root}: no images in class folders below it (a folder a class is wanted)")
-    empty = sorted(set(range(len(classes))) - {label for _, label in found})
-    if empty:
-        raise Problem(f"--data folder:{root}: no image in class {classes[empty[0]]}; remove the folder or fill it")
-    if len(classes) < 2:
-        raise Problem(f"--data folder:{root}: only one class ({classes[0]}); two are needed")
-    return classes, found
+def class_names(scan: Scan, what: str, depth: int | None = None) -> list[str]:
+    """The class of every image of a scan: the folder it lies in."""
+    if len(scan.empty) and list(scan.empty) != [""]:
+        folder = next(name for name in scan.empty if name)
+        raise Problem(f"{what}: no image in class {folder.rstrip('/')}; remove the folder or fill it")
+    if not len(scan):
+        raise Problem(f"{what}: no images in class folders below it (a folder a class is wanted)")
+    found = [name.rpartition("/")[0] for name in scan.names]
+    if "" in found:
+        stray = scan.names[found.index("")]
+        raise Problem(f"{what}: {stray} lies outside of the class folders; a folder a class is wanted")
+    return found if depth is None else ["/".join(name.split("/")[:depth]) for name in found]
 
 
-def as_set(root: Path, found: list[tuple[Path, int]]) -> ImageSet:
-    """An image set that decodes its files when they are read."""
-    paths = [path for path, _ in found]
-
-    def read(index: int) -> torch.Tensor:
-        with Image.open(paths[index]) as image:
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-        return torch.from_numpy(np.asarray(upright).transpose(2, 0, 1).copy())
-
-    return ImageSet(
-        ids=[path.relative_to(root).as_posix() for path in paths],
-        given=torch.tensor([label for _, label in found]), truth=None, read=read,
-    )  # fmt: skip
+def _depth(text: str | None, what: str) -> int | None:
+    if text is None:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise Problem(f"{what}: depth={text} must be a number of folders, such as depth=1")
+    return int(text)

@@ -1,0 +1,72 @@
+"""Images that cannot be read: a run goes on without them, says which they are, and stops when they are many."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from finetune_mile.problems import Problem
+
+SHARE, AT_LEAST = 0.001, 10  # more than this share of a split's images, and more than this many, is an error
+HEADER = ("split", "id", "reason")
+
+
+def allowed(images: int) -> int:
+    """How many of so many images may be bad."""
+    return max(AT_LEAST, int(SHARE * images))
+
+
+class BadImages:
+    """The list of a run, kept in a file that all its processes add to and that a resumed run goes on with."""
+
+    def __init__(self, path: Path, data: str) -> None:
+        """Nothing is read or written before the first bad image.
+
+        Args:
+            path: bad_images.csv.
+            data: --data, for messages.
+        """
+        self.path, self.data = path, data
+        self._seen: set[tuple[str, str]] = set()
+
+    def add(self, split: str, ids: Sequence[str], bad: Mapping[int, str]) -> None:
+        """List images that were found to be bad; more than are allowed raise.
+
+        Args:
+            split: train or val.
+            ids: of all images of that split.
+            bad: index to reason.
+        """
+        found = {(split, ids[index]): reason for index, reason in bad.items()}
+        fresh = {key: reason for key, reason in found.items() if key not in self._seen}
+        if not fresh:
+            return
+        self._seen |= set(self.read())  # other processes, or the same run before it was resumed
+        lines = [(*key, reason) for key, reason in fresh.items() if key not in self._seen]
+        write_list(self.path, lines, append=True)
+        self._seen |= set(fresh)
+        count = sum(1 for part, _ in self._seen if part == split)
+        if count > allowed(len(ids)):
+            raise Problem(
+                f"--data {self.data}: {count} of {len(ids):,} {split} images cannot be read, which is more than "
+                f"{allowed(len(ids))} ({SHARE:.1%}, at least {AT_LEAST}); {self.path} lists them, and "
+                f"`finetune-mile doctor --data {self.data}` finds all of them"
+            )
+
+    def read(self) -> dict[tuple[str, str], str]:
+        """What the file lists: (split, id) to reason."""
+        if not self.path.is_file():
+            return {}
+        with self.path.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            return {(row["split"], row["id"]): row["reason"] for row in csv.DictReader(stream)}
+
+
+def write_list(path: Path, lines: Sequence[tuple[str, str, str]], *, append: bool = False) -> None:
+    """Write (split, id, reason) lines, with a header where the file begins."""
+    new = not append or not path.is_file()
+    with path.open("a" if append else "w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+        writer = csv.writer(stream)
+        if new:
+            writer.writerow(HEADER)
+        writer.writerows(lines)

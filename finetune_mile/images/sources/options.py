@@ -1,0 +1,25 @@
+"""Options behind a source's name, as in `hf:beans?label=labels&val=test`. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from urllib.parse import unquote
+
+from finetune_mile.problems import Problem
+
+
+def read_options(scheme: str, where: str, known: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """`NAME?key=value&key=value` to the name and its options; an unknown key is answered with the nearest one."""
+    place, _, query = where.partition("?")
+    options: dict[str, str] = {}
+    for pair in query.split("&") if query else ():
+        key, equals, value = pair.partition("=")
+        if not equals or not value:
+            raise Problem(f"--data {scheme}:{where}: write {key or 'key'}=VALUE after the question mark")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            raise Problem(f"--data {scheme}:{where}: unknown option {key}; {hint}")
+        options[key] = unquote(value)
+    return place, options

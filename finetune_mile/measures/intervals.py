@@ -1,0 +1,111 @@
+"""How sure a number is: bootstrap intervals of means, and the paired difference of two models. N units, M measures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+DRAWS = 1000
+LEVEL = 0.95
+BLOCK = 1 << 22  # resampled units that are held at once
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One measure of model A against model B on the same images (or classes); positive: A is ahead."""
+
+    a: float
+    b: float
+    difference: float
+    low: float
+    high: float
+    wins: int  # units on which A is ahead
+    losses: int
+    p_value: float  # two-sided sign test
+
+    def to_json(self) -> dict[str, float]:
+        """Plain numbers."""
+        return asdict(self)
+
+
+def intervals(
+    values: Mapping[str, Tensor], *, draws: int = DRAWS, seed: int = 0, level: float = LEVEL
+) -> dict[str, tuple[float, float]]:
+    """Percentile bootstrap intervals of the means: units are drawn again with replacement, `draws` times.
+
+    Args:
+        values: by name, (N,) each, about the same N units; NaN where a unit does not count.
+        draws: how many times.
+        seed: of the draws.
+        level: 0.95 leaves 2.5 % on each side.
+    """
+    if not values or not len(next(iter(values.values()))):
+        return {}
+    matrix = torch.stack([v.double() for v in values.values()], 1).numpy()
+    means = resampled_means(matrix, draws=draws, seed=seed)
+    edges = np.nanquantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return {name: (float(low), float(high)) for name, low, high in zip(values, *edges, strict=True)}
+
+
+def resampled_means(matrix: Floats, *, draws: int, seed: int) -> Floats:
+    """Means (draws, M) of `draws` resamples of the rows of (N, M); NaN does not count."""
+    counts = ~np.isnan(matrix)
+    both = np.concatenate([np.where(counts, matrix, 0.0), counts], axis=1)
+    sums = np.concatenate([weights @ both for weights in _weights(len(matrix), draws, seed)])
+    totals, seen = np.split(sums, 2, axis=1)
+    means: Floats = np.divide(totals, seen, out=np.full_like(totals, np.nan), where=seen > 0)
+    return means
+
+
+def _weights(count: int, draws: int, seed: int) -> Iterator[Floats]:
+    """How often each of `count` units is in a resample: blocks (b, count) that add up to `draws` rows."""
+    generator = np.random.default_rng(seed)
+    step = max(BLOCK // max(count, 1), 1)
+    for at in range(0, draws, step):
+        rows = min(step, draws - at)
+        drawn = generator.integers(0, count, (rows, count), dtype=np.int64)
+        drawn += np.arange(0, rows * count, count)[:, None]
+        yield np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count).astype(np.float64)
+
+
+def compare(
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, draws: int = DRAWS, seed: int = 0
+) -> dict[str, Difference]:
+    """A paired comparison: both models are drawn on the same units, so that what is hard for both cancels out.
+
+    Args:
+        a: by name, (N,) each; NaN where a unit does not count.
+        b: the same for the other model, the same units in the same order.
+        draws: of the bootstrap.
+        seed: of the draws.
+    """
+    shared = [name for name in a if name in b and bool((~(a[name] + b[name]).isnan()).any())]
+    gaps = {name: a[name].double() - b[name].double() for name in shared}
+    edges = intervals(gaps, draws=draws, seed=seed)
+    found = {}
+    for name, gap in gaps.items():
+        counts = ~gap.isnan()
+        wins, losses = int((gap > 0).sum()), int((gap < 0).sum())
+        found[name] = Difference(
+            a=float(a[name][counts].double().mean()), b=float(b[name][counts].double().mean()),
+            difference=float(gap.nanmean()), low=edges[name][0], high=edges[name][1],
+            wins=wins, losses=losses, p_value=sign_test(wins, losses),
+        )  # fmt: skip
+    return found
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Two-sided probability of a split at least as uneven as this one if both were equally likely to win."""
+    count = wins + losses
+    k = np.arange(min(wins, losses) + 1)
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1)))])
+    logs = log_factorial[count] - log_factorial[k] - log_factorial[count - k] - count * math.log(2)
+    return float(min(1.0, 2 * np.exp(logs).sum()))

@@ -1,0 +1,126 @@
+"""`finetune-mile pack`: shards that we, `datasets` and WebDataset readers open; whole or not at all."""
+
+import json
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from finetune_mile.cli import main
+from finetune_mile.images.sources import load_data
+from finetune_mile.problems import Problem
+
+
+@pytest.fixture
+def folder(tmp_path):
+    y, x = np.mgrid[0:90, 0:120]
+    for split, count in (("train", 5), ("val", 2)):
+        for k, name in enumerate(("cat.v2", "dog")):
+            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            for i in range(count):
+                image = Image.fromarray(np.stack([x + 9 * i, y + 40 * k, (x + y) // 2], -1).astype(np.uint8))
+                small = image.resize((40, 30)) if i == 1 else image
+                small.save(tmp_path / "photos" / split / name / f"{i}.x.{'png' if i == 2 else 'jpg'}")
+    return tmp_path / "photos"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache/hf")
+
+
+PACK = ["--size", "48", "--shard", "4", "--workers", "1"]
+
+
+def test_there_and_back(folder, tmp_path, capsys):
+    out = tmp_path / "packed"
+    assert main(["pack", str(folder), str(out), *PACK]) == 0
+    assert f"--data wds:{out}" in capsys.readouterr().out
+    assert sorted(p.name for p in out.glob("*.tar")) == [f"train-00000{i}.tar" for i in range(3)] + ["val-000000.tar"]
+    before = load_data(str(folder))
+    for data in (load_data(f"wds:{out}"), load_data(f"hf:{out}")):
+        assert data.classes == before.classes
+        for ours, theirs in ((before.train, data.train), (before.val, data.val)):
+            assert list(ours.ids) == list(theirs.ids)
+            assert ours.given.equal(theirs.given)
+        assert data.train.read(0).shape == (3, 48, 64)
+        small = before.train.ids.index("cat.v2/1.x.jpg")
+        assert data.train.read(small).equal(before.train.read(small)), "a small JPEG stays as it is"
+        shrunk = Image.fromarray(before.train.read(0).permute(1, 2, 0).numpy()).resize((64, 48))
+        error = np.abs(np.array(shrunk).astype(int) - data.train.read(0).permute(1, 2, 0).numpy()).mean()
+        assert error < 2
+    with tarfile.open(out / "train-000000.tar") as archive:
+        names = archive.getnames()
+    assert names[:3] == ["000000000.jpg", "000000000.cls", "000000000.json"]
+    assert main(["pack", str(folder), str(out), *PACK]) == 0
+    assert "complete already" in capsys.readouterr().out
+
+
+def test_it_goes_on_after_a_stop(folder, tmp_path, monkeypatch, capsys):
+    from finetune_mile.verbs import pack
+
+    whole, out = tmp_path / "whole", tmp_path / "packed"
+    assert main(["pack", str(folder), str(whole), *PACK]) == 0
+    real, done = pack.pack_image, []
+
+    def breaks(images, index, how):
+        done.append(index)
+        if len(done) == 7:
+            raise KeyboardInterrupt
+        return real(images, index, how)
+
+    monkeypatch.setattr(pack, "pack_image", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        main(["pack", str(folder), str(out), *PACK])
+    monkeypatch.setattr(pack, "pack_image", real)
+    assert [p.name for p in out.glob("*.tar")] == ["train-000000.tar"], "half a shard has no name"
+    with pytest.raises(Problem, match="packing was not finished"):
+        load_data(f"wds:{out}")
+    assert main(["pack", str(folder), str(out), "--size", "32", "--shard", "4"]) == 2
+    assert "shards of other images or settings" in capsys.readouterr().err
+    first = (out / "train-000000.tar").stat().st_mtime_ns
+    assert main(["pack", str(folder), str(out), *PACK]) == 0
+    assert (out / "train-000000.tar").stat().st_mtime_ns == first
+    for path in whole.glob("*.tar"):
+        assert (out / path.name).read_bytes() == path.read_bytes()
+    assert not list(out.glob(".*"))
+
+
+def test_bad_images_are_left_out_and_listed(folder, tmp_path, capsys):
+    (folder / "train/dog/3.x.jpg").write_bytes(b"broken")
+    out = tmp_path / "packed"
+    assert main(["pack", str(folder), str(out), *PACK]) == 0
+    assert "1 could not be read: bad_images.csv" in capsys.readouterr().out
+    assert "train,dog/3.x.jpg," in (out / "bad_images.csv").read_text()
+    assert len(load_data(f"wds:{out}").train) == 9
+
+
+def test_several_labels(tmp_path):
+    for i in range(4):
+        Image.new("RGB", (60, 60), (40 * i, 9, 9)).save(tmp_path / f"{i}.jpg")
+    (tmp_path / "l.csv").write_text("file,labels,split\n0.jpg,a;b,train\n1.jpg,b,train\n2.jpg,c,val\n3.jpg,a;c,val\n")
+    assert main(["pack", f"csv:{tmp_path / 'l.csv'}", str(tmp_path / "out"), *PACK]) == 0
+    data = load_data(f"wds:{tmp_path / 'out'}")
+    assert data.classes == ("a", "b", "c")
+    assert data.train.given.tolist() == [[1, 1, 0], [0, 1, 0]]
+    state = json.loads((tmp_path / "out/pack.json").read_text())
+    assert state["complete"] is True
+
+
+def test_wrong_input(folder, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/x").write_text("x")
+    for words, sentence in (
+        ([str(folder), str(tmp_path / "file")], "is a file; name a directory"),
+        ([str(folder), str(tmp_path / "full")], "is not empty and holds no shards of ours"),
+        (["nowhere", str(tmp_path / "out")], "no directory 'nowhere'"),
+        ([str(folder), str(tmp_path / "out"), "--quality", "101"], "--quality 101: must be from 1 to 100"),
+        ([str(folder)], "OUT"),
+    ):
+        assert main(["pack", *words]) == 2
+        assert sentence in capsys.readouterr().err

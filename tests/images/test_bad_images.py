@@ -1,0 +1,137 @@
+"""Images that cannot be read: replaced in training, left out of evaluation, listed, and too many of them an error."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from photos import photo
+from safetensors.torch import load_file
+
+from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.images.bad_images import BadImages, allowed
+from finetune_mile.images.pipeline import Augmentation, Views, batches
+from finetune_mile.images.sources import load_data
+from finetune_mile.problems import Problem
+from finetune_mile.run import main
+
+CLASSES = ("a", "b", "c")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """24 training and 9 validation images; 2 and 1 of them are broken."""
+    for split, count in (("train", 8), ("val", 3)):
+        for k, name in enumerate(CLASSES):
+            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            for i in range(count):
+                data = photo(100 * k + i, size=(24, 20))
+                (tmp_path / "photos" / split / name / f"{i}.jpg").write_bytes(data)
+    root = tmp_path / "photos"
+    broken = (root / "train/a/7.jpg", root / "train/b/0.jpg", root / "val/c/1.jpg")
+    for path in broken:
+        path.write_bytes(path.read_bytes()[:200])
+    return root
+
+
+HOW = Preprocess(size=12)
+CROP = Augmentation(crop="random-resized", scale=(0.3, 1), shift=0, flip=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_next_image_of_the_pool_stands_in(folder, workers):
+    data = load_data(str(folder))
+    assert data.train.ids[7] == "a/7.jpg"
+    assert data.train.ids[8] == "b/0.jpg"
+    told = []
+    views = Views(data.train, HOW, CROP, 1, pool=np.array([3, 7, 8, 12, 20]), on_bad=lambda bad: told.append(dict(bad)))
+    keys = [[(0, 3), (0, 7)], [(0, 8), (1, 8)], [(2, 20)]]
+    found = list(batches(views, keys, workers=workers, pin=False))
+    assert [b.samples.tolist() for b in found] == [[3, 12], [12, 12], [20]]
+    assert found[0].labels.tolist() == [0, 1]
+    assert set(views.bad) == {7, 8}
+    assert "truncated" in views.bad[7].lower()
+    assert told == [dict.fromkeys((7, 8), views.bad[7]) | {8: views.bad[8]}, {8: views.bad[8]}]
+    assert not found[1].images[0].equal(found[1].images[1]), "the draws are those of the key"
+    assert not found[0].images[1].equal(found[1].images[0])
+
+
+def test_the_last_one_is_followed_by_the_first(folder):
+    data = load_data(str(folder))
+    views = Views(data.train, HOW, CROP, 1, pool=np.array([2, 7, 8]))
+    assert views.__getitems__([(0, 7)]).samples.tolist() == [2]
+    nothing = Views(data.train, HOW, CROP, 1, pool=np.array([7, 8]))
+    for workers in (0, 1):
+        with pytest.raises(Problem, match=r"none of 100 images in a row can be read; the first, a/7.jpg, says: Trunc"):
+            list(batches(nothing, [[(0, 7)]], workers=workers, pin=False))
+
+
+def test_evaluation_sees_black_and_is_told(folder):
+    data = load_data(str(folder))
+    views = Views(data.val, HOW, None, 0)
+    (batch,) = batches(views, [[(0, i) for i in range(9)]], workers=0, pin=False)
+    bad = data.val.ids.index("c/1.jpg")
+    assert list(views.bad) == [bad]
+    assert not batch.images[bad].any()
+    assert batch.samples.tolist() == list(range(9))
+
+
+FLAGS = ["--init", "none", "--arch", "resnet-demo", "--method", "sigmoid", "--batch-size", "8", "--steps", "8",
+         "--set", "size=16"]  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_goes_on_and_lists_them(folder, tmp_path, workers):
+    out = tmp_path / "run"
+    assert main(["--data", str(folder), *FLAGS, "--set", f"workers={workers}", "--out", str(out)]) == 0
+    with (out / "bad_images.csv").open() as stream:
+        rows = {(row["split"], row["id"]) for row in csv.DictReader(stream)}
+    assert rows == {("train", "a/7.jpg"), ("train", "b/0.jpg"), ("val", "c/1.jpg")}
+    results = json.loads((out / "results.json").read_text())
+    assert results["images"] == 8
+    assert results["bad_images"] == 1
+    import pyarrow.parquet as pq
+
+    assert pq.read_table(out / "labels.parquet").num_rows == 22
+    first = load_file(out / "export/model.safetensors")
+    again = tmp_path / f"again-{workers}"
+    assert main(["--data", str(folder), *FLAGS, "--set", f"workers={2 - workers}", "--out", str(again)]) == 0
+    second = load_file(again / "export/model.safetensors")
+    assert all(second[name].equal(tensor) for name, tensor in first.items()), "workers change nothing"
+
+
+def test_too_many_end_a_run_with_a_sentence(folder, tmp_path, capsys):
+    for i in range(8):
+        for name in ("a", "c"):
+            (folder / "train" / name / f"{i}.jpg").write_bytes(b"nothing")
+    out = tmp_path / "run"
+    assert main(["--data", str(folder), *FLAGS, "--set", "workers=0", "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert "train images cannot be read, which is more than 10 (0.1%, at least 10)" in said
+    assert f"finetune-mile doctor --data {folder}" in said
+    assert json.loads((out / "run.json").read_text())["status"] == "failed"
+
+
+def test_the_list_is_shared_and_goes_on(tmp_path):
+    ids = [f"{i}.jpg" for i in range(40000)]
+    one, two = (BadImages(tmp_path / "bad_images.csv", "x") for _ in range(2))
+    one.add("train", ids, {3: "why", 4: "so"})
+    one.add("train", ids, {3: "why"})
+    two.add("train", ids, {3: "why", 5: "because"})
+    two.add("val", ids, {3: "why"})
+    assert list(one.read()) == [("train", "3.jpg"), ("train", "4.jpg"), ("train", "5.jpg"), ("val", "3.jpg")]
+    assert allowed(40000) == 40
+    assert allowed(100) == 10
+    two.add("val", ids, dict.fromkeys(range(40), "why"))
+    with pytest.raises(Problem, match="41 of 40,000 val images cannot be read, which is more than 40"):
+        two.add("val", ids, {50: "why"})
+
+
+def test_a_missing_file_is_a_bad_image(folder):
+    data = load_data(str(folder))
+    (folder / "train/c/3.jpg").unlink()
+    views = Views(data.train, HOW, CROP, 1)
+    index = data.train.ids.index("c/3.jpg")
+    (batch,) = batches(views, [[(0, index)]], workers=0, pin=False)
+    assert batch.samples.tolist() == [index + 1]
+    assert "cannot be read: No such file" in views.bad[index]

@@ -1,0 +1,156 @@
+"""Rankings and thresholds without a pass per label or threshold: equal to scikit-learn and to plain loops."""
+
+import json
+import lzma
+from importlib.resources import files
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import average_precision_score, f1_score, label_ranking_average_precision_score
+
+from finetune_mile.measures import metrics
+from finetune_mile.measures.evaluation import score
+
+HOW = {"prediction_set": "threshold", "rho": None}
+ROUNDINGS = st.sampled_from([0, 1, 6])  # whole numbers have ties
+
+
+def sample(seed, n=60, c=7, rounding=1):
+    g = torch.Generator().manual_seed(seed)
+    scores = (torch.randn(n, c, generator=g) * 10**rounding).round() / 10**rounding
+    truth = torch.rand(n, c, generator=g) > 0.6
+    labels = torch.randint(0, c, (n,), generator=g)
+    return scores, truth, labels
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 9999), ROUNDINGS)
+def test_average_precision_equals_scikit_learns(seed, rounding):
+    scores, truth, _ = sample(seed, rounding=rounding)
+    truth[:, 2] = False  # a class without a positive does not count
+    columns = [c for c in range(7) if truth[:, c].any()]
+    theirs = average_precision_score(truth[:, columns].numpy(), scores[:, columns].double().numpy(), average=None)
+    (ours,) = metrics.class_precisions(scores, [(truth, None)])
+    assert ours[columns].numpy() == pytest.approx(theirs, abs=1e-9)
+    assert ours[2].isnan()
+    theirs = label_ranking_average_precision_score(truth.numpy(), scores.double().numpy())
+    assert float(metrics.ranking_precision(scores, truth).mean()) == pytest.approx(theirs, abs=1e-9)
+    whole = metrics.BUCKETS
+    try:
+        metrics.BUCKETS = 16  # every class is a long row now
+        (again,) = metrics.class_precisions(scores, [(truth, None)])
+    finally:
+        metrics.BUCKETS = whole
+    assert torch.equal(again.nan_to_num(-1), ours.nan_to_num(-1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 9999), st.sampled_from([0, 1, 6]), st.sampled_from(["plain", "far", "equal", "infinite", "tiny"]))
+def test_long_rows_are_counted_as_short_ones_are(seed, rounding, kind):
+    """Buckets instead of a sort: ties, outliers, constants, infinities and denormals change nothing."""
+    scores, truth, _ = sample(seed, n=5, c=400, rounding=rounding)
+    scores[:, :3] *= {"far": 1e30, "infinite": torch.inf}.get(kind, 1)
+    scores = {"equal": scores * 0, "tiny": scores * 1e-42}.get(kind, scores).nan_to_num(0, torch.inf, -torch.inf)
+    values, _ = metrics._listed(scores.where(scores < torch.inf, 0), truth & (scores < torch.inf), torch.inf)
+    expected = (scores.unsqueeze(2) >= values.unsqueeze(1)).sum(1)
+    expected[values == torch.inf] = 0
+    for row, wanted, plain in zip(scores, values, expected, strict=True):
+        real = wanted < torch.inf
+        assert metrics._count_in_long_row(row.numpy(), wanted[real].numpy()).tolist() == plain[real].tolist()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 9999), ROUNDINGS, st.sampled_from(["softmax", "sigmoid"]))
+def test_recovery_equals_a_plain_loop(seed, rounding, activation):
+    """The paper's definition: true labels that are not the given one are right, all else is wrong."""
+    scores, truth, labels = sample(seed, n=40, c=5, rounding=rounding)
+    truth[:4] = False  # no set: not counted
+    shown = scores.log_softmax(1) if activation == "softmax" else scores
+    others, strict, fair = truth.clone(), [], []
+    others[torch.arange(40), labels] = False
+    for c in range(5):
+        rows = truth.any(1)
+        if others[rows, c].any():
+            strict.append(average_precision_score(others[rows, c].numpy(), shown[rows, c].numpy()))
+            rows = rows & (labels != c)
+            fair.append(average_precision_score(others[rows, c].numpy(), shown[rows, c].numpy()))
+    found = score(scores, labels, truth, activation=activation, **HOW)
+    assert found["recovery_map"] == pytest.approx(np.mean(strict), abs=1e-6)
+    assert found["recovery_map_others"] == pytest.approx(np.mean(fair), abs=1e-6)
+
+
+def test_recovery_by_hand():
+    logits = torch.tensor([[3.0, 2.0], [1.0, 3.0], [0.0, 1.0], [2.0, 0.0]])
+    truth = torch.tensor([[True, True], [False, True], [False, True], [True, False]])
+    found = score(logits, torch.tensor([0, 1, 0, 0]), truth, activation="sigmoid", **HOW)
+    # Only class 1 has labels that were not given: images 0 (second, behind the given one of image 1) and 2 (third).
+    assert found["recovery_map"] == pytest.approx((1 / 2 + 2 / 3) / 2)
+    assert found["recovery_map_others"] == 1
+    labels = torch.tensor([0, 1, 1, 0])
+    same = score(logits, labels, torch.eye(2).bool()[labels], activation="sigmoid", **HOW)
+    assert "recovery_map" not in same, "there is nothing to recover"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 9999), ROUNDINGS, st.sampled_from(["threshold", "argmax_or_threshold"]))
+def test_f1_from_counts_equals_f1_of_sets_at_every_threshold(seed, rounding, rule):
+    scores, truth, _ = sample(seed, rounding=rounding)
+    p = scores.sigmoid()
+    thresholds = torch.cat([metrics.threshold_grid(19), p.flatten()[:9]]).unique()  # ties with a threshold too
+    counts = metrics.apply_rule(*metrics.threshold_counts(p, truth, thresholds), metrics.top_1_in_set(p, truth), rule)
+    f1 = metrics.f1_of_counts(*counts, truth.sum(1, keepdim=True))
+
+    def plain(t):
+        return metrics.sample_f1(metrics.predicted_set(p, t, rule), truth)
+
+    for column, t in enumerate(thresholds.tolist()):
+        assert torch.equal(f1[:, column], plain(t))
+    best, where = metrics.best_threshold_f1(p, truth, rule)
+    assert best == pytest.approx(max(float(plain(t).mean()) for t in metrics.threshold_grid().tolist()))
+    assert float(plain(where).mean()) == pytest.approx(best)
+
+
+def test_many_labels_and_few_images_need_no_special_case():
+    for n, c in ((1, 3), (3, 1), (2, 2)):
+        scores, truth = torch.zeros(n, c), torch.ones(n, c, dtype=torch.bool)
+        found = score(scores, truth.long(), None, activation="sigmoid", **HOW)
+        assert found["f1@0.25"] == found["lrap"] == found["map"] == 100
+        nothing = score(scores, torch.zeros(n).long(), ~truth, activation="sigmoid", **HOW)
+        assert nothing["images_with_set"] == 0
+        assert not any(key.startswith("f1") for key in nothing)
+
+
+@pytest.mark.slow
+def test_real_labels_at_full_size(shared):
+    """ReaL's own numbers, and the scores of 50,000 x 1,000 logits against scikit-learn's."""
+    sets = json.loads(files("timm").joinpath("data/_info/imagenet_real_labels.json").read_text())
+    here = shared / "data/imagenet"
+    paths = json.loads(lzma.decompress((here / "imagenet_val_index_to_filepath.json.xz").read_bytes()))
+    numbers = [int(path[-13:-5]) - 1 for path in paths]  # ReaL goes by the number in the name, these by class
+    labels = torch.zeros(50000, dtype=torch.long)
+    labels[numbers] = torch.from_numpy(np.load(here / "imagenet_val_original_labels.npy").astype(np.int64))
+    truth = torch.zeros(len(sets), 1000, dtype=torch.bool)
+    truth[[i for i, s in enumerate(sets) for _ in s], [c for s in sets for c in s]] = True
+    sizes = truth.sum(1)
+    assert [int((sizes == 0).sum()), int((sizes > 1).sum())] == [3163, 7443]
+    logits = torch.randn(50000, 1000, generator=torch.Generator().manual_seed(0)) * 3 - 6
+    logits += 9 * truth
+    logits[torch.arange(50000), labels] += 6
+    found = score(logits, labels, truth, activation="sigmoid", **HOW)
+    known = sizes > 0
+    assert found["images_with_set"] == int(known.sum())
+    inside = truth[torch.arange(50000), labels][known].double().mean()
+    assert 100 * float(inside) == pytest.approx(90.02, abs=0.005)
+    predicted = metrics.predicted_set(logits[known].sigmoid(), 0.5, "threshold").numpy()
+    theirs = f1_score(truth[known].numpy(), predicted, average="samples", zero_division=0)
+    assert found["f1@0.5"] == pytest.approx(100 * theirs, abs=1e-9)
+    theirs = label_ranking_average_precision_score(truth[known].numpy(), logits[known].numpy())
+    assert found["lrap"] == pytest.approx(100 * theirs, abs=1e-6)
+    others = truth.clone()
+    others[torch.arange(50000), labels] = False
+    picked = others[known].any(0)
+    theirs = average_precision_score(others[known][:, picked].numpy(), logits[known][:, picked].numpy())
+    assert found["recovery_map"] == pytest.approx(theirs, abs=1e-9)
