@@ -6,47 +6,9 @@ python benchmarks/demo.py                # about six minutes on two cores; --job
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from rich.progress import track
-
-ROOT = Path(__file__).resolve().parent.parent
-METHODS, SEEDS = ("softmax", "sigmoid", "mile"), (0, 1, 2)
-COLUMNS = ("f1@0.25", "f1@0.5", "f1@best", "lrap", "accuracy", "coverage@0.25")
-
-
-def one(job: tuple[str, int, Path]) -> dict[str, Any]:
-    """Run a method with a seed, unless its results are there; one thread, so that two fit beside each other."""
-    method, seed, folder = job
-    out = folder / f"{method}-{seed}"
-    if not (out / "results.json").is_file():
-        flags = ["--data", "demo", "--method", method, "--seed", str(seed), "--out", str(out), "--overwrite"]
-        subprocess.run(
-            [sys.executable, str(ROOT / "finetune_mile/run.py"), *flags], check=True, capture_output=True,
-            env=os.environ | {"FINETUNE_MILE_THREADS": "1"},
-        )  # fmt: skip
-    results: dict[str, Any] = json.loads((out / "results.json").read_text())
-    return results
-
-
-def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown: mean and standard deviation over seeds."""
-    lines = ["| method | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for method, runs in results.items():
-        cells = []
-        for column in COLUMNS:
-            values = [run[column] for run in runs]
-            cells.append(f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}")
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    trivial = results["mile"][0]["trivial_f1"]
-    return "\n".join(lines) + f"\n\nThe best constant prediction (all ten digits) has F1 {trivial:.2f}.\n"
+from methods import ROOT, run_all, table
 
 
 def picture(folder: Path, path: Path) -> None:
@@ -91,10 +53,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/benchmark-demo")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    jobs = [(method, seed, options.runs) for method in METHODS for seed in SEEDS]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        done = list(track(pool.map(one, jobs), total=len(jobs), description="demo runs"))
-    results = {m: [r for (method, _, _), r in zip(jobs, done, strict=True) if method == m] for m in METHODS}
+    results = run_all(options.runs, ["--data", "demo"], jobs=options.jobs)
     text = "# The demo's numbers\n\n`python benchmarks/demo.py`: seeds 0, 1, 2, mean ± standard deviation, percent "
     text += "(coverage: labels per image).\nEach run is `accelerate launch finetune_mile/run.py --method METHOD`.\n\n"
     (ROOT / "docs/demo.md").write_text(text + table(results), encoding="utf-8")
