@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
 from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.images.pipeline import centre_view, normalise
 from finetune_mile.problems import Problem
 
 if TYPE_CHECKING:
@@ -34,13 +34,5 @@ class Preprocessor:
             raise Problem(
                 f"preprocess takes a PIL image or a uint8 tensor (3, H, W), not {pixels.dtype} {tuple(pixels.shape)}"
             )
-        how = self.how
-        height, width = pixels.shape[-2:]
-        side = max(1, round(min(height, width) * how.crop))
-        top, left = (height - side) // 2, (width - side) // 2
-        view = pixels[:, top : top + side, left : left + side]
-        if side != how.size:
-            mode = InterpolationMode(how.interpolation)
-            view = tv.resize(view, [how.size, how.size], mode, antialias=how.antialias)
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (how.mean, how.std))
-        return (view.float() / 255.0 - mean) / std
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.how.mean, self.how.std))
+        return normalise(centre_view(pixels, self.how), mean, std)

@@ -52,7 +52,7 @@ class Augmentation:
 def centre_view(image: Tensor, how: Preprocess) -> Tensor:
     """The evaluation view (3, size, size): a central crop of a share of the short side, resized."""
     height, width = image.shape[-2:]
-    side = round(min(height, width) * how.crop)
+    side = max(1, round(min(height, width) * how.crop))
     top, left = (height - side) // 2, (width - side) // 2
     if side == how.size:
         return image[:, top : top + side, left : left + side]
