@@ -101,7 +101,8 @@ def _show(args: argparse.Namespace) -> int:
         rows.append(("hash", known))
     if not card.verified:
         rows.append(("unverified", "nobody here could load the published file itself"))
-    rows.append(("cached", f"{'yes' if is_cached(card) else 'no'}, in {folder_of(card)}"))
+    place = f"in {folder_of(card)}" if card.remote() else "comes with the install"
+    rows.append(("cached", f"{'yes' if is_cached(card) else 'no'}, {place}"))
     for key, value in rows:
         _say(f"{key:<16} {value}")
     return 0
