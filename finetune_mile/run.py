@@ -88,17 +88,17 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     own = {"size": recipe.size, "crop": recipe.crop}
     how = card.preprocess.model_copy(update={key: value for key, value in own.items() if value is not None})
     recipe = recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, "precision": precision})
-    signals = Signals()
-    session = Session(
-        recipe=recipe, accelerator=accelerator, data=data, pools=pools, card=card, how=how,
-        bad=BadImages(path / "bad_images.csv", recipe.data), tick=signals.raise_if_caught,
-    )  # fmt: skip
-    if accelerator.is_main_process:
-        explain(resolved, session, plan, report, full=options.explain)
-    if options.explain:
-        return 0
-    folder = RunFolder.reopen(path) if options.resume else open_folder(session, path, report, options.overwrite)
-    return play(session, plan, network, folder, signals)
+    with Signals() as signals:
+        session = Session(
+            recipe=recipe, accelerator=accelerator, data=data, pools=pools, card=card, how=how,
+            bad=BadImages(path / "bad_images.csv", recipe.data), tick=signals.raise_if_caught,
+        )  # fmt: skip
+        if accelerator.is_main_process:
+            explain(resolved, session, plan, report, full=options.explain)
+        if options.explain:
+            return 0
+        folder = RunFolder.reopen(path) if options.resume else open_folder(session, path, report, options.overwrite)
+        return play(session, plan, network, folder, signals)
 
 
 if __name__ == "__main__":

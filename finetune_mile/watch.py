@@ -38,8 +38,14 @@ class Signals:
 
     def __init__(self) -> None:
         self.caught: int | None = None
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._catch)
+        self._before = {s: signal.signal(s, self._catch) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def __enter__(self) -> Signals:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():  # back to whoever had them
+            signal.signal(signum, handler)
 
     def _catch(self, signum: int, _: FrameType | None) -> None:
         if self.caught is not None:
