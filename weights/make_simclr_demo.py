@@ -1,6 +1,6 @@
 """Make simclr-demo.safetensors: a small ResNet pre-trained by SimCLR on the demo's training grids, without labels.
 
-    python weights/make_simclr_demo.py            # about four minutes on two quiet cores
+    python weights/make_simclr_demo.py            # two and a half minutes on two quiet cores
 
 Everything is drawn from one seed, on two threads, so that the same machine writes the same bytes again.
 """
