@@ -20,14 +20,9 @@ if TYPE_CHECKING:
 _PROJECTIONS = ("fc.", "head.")
 
 
-def _is_moco(contents: Contents) -> str | None:
-    return "names begin with encoder_q" if "encoder_q" in tops(state_dict_of(contents)) else None
-
-
-def _rename(key: str) -> str | None:
-    if key in ("queue", "queue_ptr") or key.startswith("encoder_k."):
-        return None
-    inner = below("encoder_q.", key)
+def _of_encoder(prefix: str, key: str) -> str | None:
+    """Our name for a tensor of the encoder that is fine-tuned; None for its projection."""
+    inner = below(prefix, key)
     if inner is None:
         raise UnknownKey(key)
     if inner.startswith(_PROJECTIONS):
@@ -36,6 +31,16 @@ def _rename(key: str) -> str | None:
     if name is None:
         raise UnknownKey(key)
     return name
+
+
+def _is_moco(contents: Contents) -> str | None:
+    return "names begin with encoder_q" if "encoder_q" in tops(state_dict_of(contents)) else None
+
+
+def _rename(key: str) -> str | None:
+    if key in ("queue", "queue_ptr") or key.startswith("encoder_k."):
+        return None
+    return _of_encoder("encoder_q.", key)
 
 
 def _is_moco_v3(contents: Contents) -> str | None:
@@ -46,15 +51,7 @@ def _is_moco_v3(contents: Contents) -> str | None:
 def _rename_v3(key: str) -> str | None:
     if key.startswith(("momentum_encoder.", "predictor.")):
         return None
-    inner = below("base_encoder.", key)
-    if inner is None:
-        raise UnknownKey(key)
-    if inner.startswith(_PROJECTIONS):
-        return None
-    name = torchvision_or_vit(inner)
-    if name is None:
-        raise UnknownKey(key)
-    return name
+    return _of_encoder("base_encoder.", key)
 
 
 MOCO = Adapter(recognise=_is_moco, unwrap=state_dict_of, rename=_rename, method="moco")
