@@ -55,7 +55,8 @@ class Mile(Section):
     k_t: Amount = Field(description="interaction: 200 (steps), '2 epochs' or '5 %' of the budget")
     k_s: Amount = Field(description="imitation, in the same units")
     warmup: Amount | Literal[0] = Field(description="interaction before the first generation; 0: none")
-    rho: Rho = Field(description="threshold on the teacher's sigmoids")
+    last: Amount | None = Field(default=None, description="the last imitation, where it differs from k_s")
+    rho: Rho | Literal["auto"] = Field(description="threshold on the teacher's sigmoids; auto: see the block auto:")
     imitate_from: Literal["student", "teacher"] = Field(description="weights an imitation starts from")
     phase_steps: Literal["exact", "minus_one"] = Field(description="k steps a phase, or k - 1")
     pseudo_labels: Literal["batch", "cycle"] = Field(
@@ -67,6 +68,22 @@ class Mile(Section):
     union: bool = Field(description="OR the given label into the teacher's")
     empty: Literal["negative", "argmax"] = Field(description="what an empty label set trains towards")
     optimizer_state: Literal["keep", "reset"] = Field(description="momentum when weights are swapped")
+
+
+class Auto(Section):
+    """`mile.rho: auto`: thresholds and a gate from held-out images with given labels (docs/auto.md)."""
+
+    calibration: Annotated[float, Field(gt=0, le=0.5)] = Field(
+        description="share of the labelled images that is held out; at least 500 where that is a fifth of them or less"
+    )
+    held_out: Literal["auto", "always"] = Field(
+        description="always: also in runs that do not look at them, so that methods train on the same images"
+    )
+    gate: Literal["auto", "off"] = Field(description="off: labels are added whatever the held-out images say")
+    v_min: float = Field(ge=0, description="the gate needs v (hits of given labels against chance) at least here")
+    g_min: float = Field(ge=0, description="and g (misses where the teacher is surest against all) at least here")
+    beta: float = Field(ge=0, le=1, description="the least target of a label that was found")
+    ce: float = Field(ge=0, description="weight of the softmax term on the given label")
 
 
 class Imitation(Section):
@@ -164,6 +181,7 @@ class Recipe(Section):
     head_from: Literal[0, 1] = Field(default=0, description="1: keep SimCLR-v2's first projection layer")
     class_weights: Literal["none", "balanced"]
     mile: Mile | None = None
+    auto: Auto | None = None
     noisy_student: NoisyStudent | None = None
     self_distill: SelfDistill | None = None
     distill: Imitation | None = None
@@ -188,9 +206,21 @@ class Recipe(Section):
             raise ValueError(f"--teacher is for --method distill, and the method is {self.method}")
         if self.semi != "none" and self.method in ("softmax", "sigmoid"):
             raise ValueError(f"--semi needs a method that imitates; {self.method} learns from labels alone")
+        if self.is_auto:
+            _check_auto(self)
         if self.optimizer.name == "lars" and self.optimizer.nesterov:
             raise ValueError("optimizer.nesterov: true does not go with lars")
         return self
+
+    @property
+    def is_auto(self) -> bool:
+        """Do held-out images decide the pseudo-labels?"""
+        return self.method == "mile" and self.mile is not None and self.mile.rho == "auto"
+
+    @property
+    def calibration(self) -> float:
+        """The share of the labelled images that no phase trains on."""
+        return self.auto.calibration if self.auto and (self.is_auto or self.auto.held_out == "always") else 0.0
 
     @property
     def activation(self) -> Literal["softmax", "sigmoid"]:
@@ -213,5 +243,13 @@ class Recipe(Section):
         """The pseudo-label threshold that f1@rho is read at; None where the method has none."""
         if self.method == "mile":
             assert self.mile is not None
-            return self.mile.rho
+            return None if self.mile.rho == "auto" else self.mile.rho
         return None if self.method in ("softmax", "sigmoid") else self.imitation.rho
+
+
+def _check_auto(recipe: Recipe) -> None:
+    assert recipe.mile is not None
+    if recipe.auto is None:
+        raise ValueError("--rho auto needs a block auto: in the recipe (recipes/multi-mnist/auto.yaml has one)")
+    if recipe.mile.targets != "threshold" or recipe.mile.pseudo_labels != "batch":
+        raise ValueError("--rho auto needs mile.targets: threshold and mile.pseudo_labels: batch")

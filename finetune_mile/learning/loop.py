@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune_mile.images.pipeline import Batch
-from finetune_mile.learning.losses import LOSSES
+from finetune_mile.learning.gate import Gate, as_played
+from finetune_mile.learning.losses import phase_loss
 from finetune_mile.learning.optim import set_rate
 from finetune_mile.learning.phases import Given, Phase, Pool, after, drawn
 from finetune_mile.learning.roles import Roles, State, copy_into, snapshot
@@ -31,6 +32,7 @@ class Loop:
     prepare: Callable[[Tensor], Tensor]  # uint8 images to the network's input, on the device
     feed: Callable[[Pool, int], Iterator[Batch]]  # this process's parts from a step of a pool on
     label_pool: Callable[[Phase], LabelStore] | None  # labels once per cycle, instead of per batch
+    gate: Gate | None = None  # `rho: auto`
 
 
 @dataclass(slots=True)
@@ -132,18 +134,25 @@ def train(
     feeds: dict[Pool, Iterator[Batch]] = {}
     network.train()
     for phase, done in after(step, phases):
+        goes_on = False
+        if loop.gate is not None:
+            if done == 0:
+                loop.gate.decide(phase, step)
+            phase, goes_on = loop.gate.played(phase), loop.gate.goes_on(phase)
         if done == 0:
             roles.enter(phase)
-            if loop.reset_optimizer:
+            if loop.gate is not None:
+                loop.gate.hop(phase)
+            if loop.reset_optimizer and not goes_on:
                 optimizer.state.clear()
-            if average is not None:
+            if average is not None and not goes_on:
                 average.restart()
         store = None
         if loop.label_pool is not None and phase.name == "imitation":
             store = loop.label_pool(phase)
             network.train()
         if phase.pool not in feeds:
-            feeds[phase.pool] = loop.feed(phase.pool, drawn(step, phases)[phase.pool])
+            feeds[phase.pool] = loop.feed(phase.pool, drawn(step, as_played(loop.gate, phases))[phase.pool])
         for done_now in range(done + 1, phase.steps + 1):
             share = rate(step)
             set_rate(optimizer, share)
@@ -181,7 +190,7 @@ def _step(
         last = part == loop.accumulate - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(network):
             logits = network(images)
-            loss = LOSSES[phase.loss](logits, targets, loop.class_weights) / loop.accumulate
+            loss = phase_loss(phase, logits, targets, given, loop.class_weights) / loop.accumulate
             accelerator.backward(loss)
         record.loss += loss.detach()
         record.images += len(batch.samples)

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from finetune_mile.learning.phases import Auto, Phase
+from finetune_mile.learning.targets import given_matrix
+
 LossFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -39,3 +42,24 @@ def cross_entropy(logits: Tensor, targets: Tensor, class_weights: Tensor | None 
 
 
 LOSSES: dict[str, LossFunction] = {"bce": bce, "cross_entropy": cross_entropy}
+
+
+def phase_loss(
+    phase: Phase, logits: Tensor, targets: Tensor, given: Tensor, class_weights: Tensor | None = None
+) -> Tensor:
+    """The loss of a batch in a phase: a scalar.
+
+    With `rho: auto` a softmax term on the given label comes on top. It does not change when all logits move together,
+    so it keeps the given label's rank without pushing found labels down; images without a given label add nothing.
+
+    Args:
+        phase: says which loss.
+        logits: (B, C).
+        targets: (B, C).
+        given: (B,) or (B, C), the given labels.
+        class_weights: (C,), or None for ones.
+    """
+    loss = LOSSES[phase.loss](logits, targets, class_weights)
+    if not isinstance(phase.targets, Auto) or phase.targets.ce == 0:
+        return loss
+    return loss + phase.targets.ce * cross_entropy(logits, given_matrix(given, logits.shape[1]), class_weights)

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune_mile.learning.phases import Argmax, Given, Loss, Soften, Targets, Threshold
+from finetune_mile.learning.auto import found_labels
+from finetune_mile.learning.phases import Argmax, Auto, Given, Loss, Soften, Targets, Threshold
 
 
 def given_matrix(labels: Tensor, num_classes: int) -> Tensor:
@@ -51,6 +52,8 @@ def make_targets(rule: Targets, labels: Tensor, teacher_logits: Tensor | None, n
             found = scaled.softmax(1) if loss == "cross_entropy" else scaled.sigmoid()
         case Argmax():
             found = F.one_hot(teacher_logits.argmax(1), num_classes).float()
+        case Auto():
+            found = found_labels(rule, teacher_logits)
         case _:
             assert_never(rule)
     return torch.maximum(found, given) if rule.union else found
