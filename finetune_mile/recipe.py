@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from finetune_mile.learning.phases import check_amount
 
@@ -70,6 +70,10 @@ class Mile(Section):
     optimizer_state: Literal["keep", "reset"] = Field(description="momentum when weights are swapped")
 
 
+def _off(word: object) -> object:
+    return "off" if word is False else word  # YAML reads a bare `off` as false
+
+
 class Auto(Section):
     """`mile.rho: auto`: thresholds and a gate from held-out images with given labels (docs/auto.md)."""
 
@@ -79,7 +83,9 @@ class Auto(Section):
     held_out: Literal["auto", "always"] = Field(
         description="always: also in runs that do not look at them, so that methods train on the same images"
     )
-    gate: Literal["auto", "off"] = Field(description="off: labels are added whatever the held-out images say")
+    gate: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(
+        description="off: labels are added whatever the held-out images say"
+    )
     v_min: float = Field(ge=0, description="the gate needs v (hits of given labels against chance) at least here")
     g_min: float = Field(ge=0, description="and g (misses where the teacher is surest against all) at least here")
     beta: float = Field(ge=0, le=1, description="the least target of a label that was found")

@@ -80,7 +80,7 @@ def lee_liu(logits: Tensor, labels: Tensor, prior: Tensor) -> tuple[float, float
     if positives == 0:
         return 0.0, math.inf, 0.0, torch.full((num_classes,), torch.inf, dtype=torch.float64)
     given = labels[second]
-    recall = (scores[second].gather(1, given.unsqueeze(1)).T > cuts[:, given]).double().mean(1)
+    recall = (cuts[:, given] < scores[second].gather(1, given.unsqueeze(1)).T).double().mean(1)
     value = recall.square() / found
     best = int(value.argmax())
     v, hit = float(value[best]), float(recall[best])

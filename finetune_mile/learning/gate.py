@@ -70,13 +70,13 @@ class Gate:
         bias = get_head(self.roles.learner).bias
         if phase.name == "interaction":
             if self.shift is not None and phase.start == "student":
-                bias += self.shift.to(bias)
+                bias.add_(self.shift.to(bias))
         elif not isinstance(phase.targets, Auto):
             self.shift = None
         elif self.shift is None or phase.start == "teacher":
             thresholds = torch.tensor(phase.targets.thresholds)
             self.shift = torch.where(thresholds.isfinite(), thresholds, 0.0)
-            bias -= self.shift.to(bias)
+            bias.sub_(self.shift.to(bias))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
+from finetune_mile.networks.small import SMALL, GridCell, GridCNN
 from finetune_mile.problems import Problem
 
+OURS = (ResNet, GridCNN, GridCell)
 HeadBias = Literal["zero", "prior"]
 
 
@@ -19,10 +21,12 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
     shape = parse_arch(arch)
     if shape is not None:
         return ResNet(shape, padding=padding)
+    if arch in SMALL:
+        return SMALL[arch]()
     if not arch.startswith("timm:"):
         raise Problem(
             f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, "
-            "resnet18-cifar, resnet-demo, resnet-mini, "
+            "resnet18-cifar, resnet-demo, resnet-mini, grid-cnn, grid-cell, "
             "... or timm:NAME"
         )
     import timm
@@ -44,7 +48,7 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias) -> None:
         bias: `prior` starts every sigmoid at about 1 / C (bias -log C); `zero` starts it at one
         half.
     """
-    if isinstance(network, ResNet):
+    if isinstance(network, OURS):
         network.fc = nn.Linear(network.num_features, num_classes)
     else:
         network.reset_classifier(num_classes)  # type: ignore[operator]
@@ -56,7 +60,7 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias) -> None:
 
 def get_head(network: nn.Module) -> nn.Linear:
     """The linear layer that makes the logits."""
-    head = network.fc if isinstance(network, ResNet) else network.get_classifier()  # type: ignore[operator]
+    head = network.fc if isinstance(network, OURS) else network.get_classifier()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):
         raise Problem(f"the classifier of {type(network).__name__} is a {type(head).__name__}, not a linear layer")
     return head
