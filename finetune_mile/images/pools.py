@@ -75,7 +75,7 @@ def make_pools(images: ImageSet, fraction: float, seed: int, chosen: Chosen | No
 def hold_out(pools: Pools, share: float, seed: int) -> Pools:
     """Take a share of the labelled images, of each class, out of every pool: the calibration images of `rho: auto`.
 
-    At least 500 are taken where that is no more than a fifth; a class that would be left without an image keeps its own.
+    At least 500 are taken where that is no more than a fifth; a class of one image keeps it.
 
     Args:
         pools: over all images.

@@ -20,7 +20,21 @@ from finetune_mile.problems import Problem
 from finetune_mile.run import main
 
 RULE = Auto(beta=0.9, ce=3.0, gate="auto", v_min=1.25, g_min=0.5)
-SHORT_AUTO = [*SHORT, "--rho", "auto", "--k-t", "4", "--k-s", "2", "--set", "mile.warmup=8", "--set", "mile.last=4"]
+SHORT_AUTO = [
+    *SHORT,
+    "--arch",
+    "grid-cnn",
+    "--rho",
+    "auto",
+    "--k-t",
+    "4",
+    "--k-s",
+    "2",
+    "--set",
+    "mile.warmup=8",
+    "--set",
+    "mile.last=4",
+]
 
 
 def naive_lee_liu(logits, labels, prior):
@@ -191,7 +205,16 @@ def test_a_closed_gate_is_plain_training_bit_by_bit(run_demo):
     never = ["--set", "auto.v_min=99", "--set", "optimizer.ema=0.9", "--set", "mile.optimizer_state=reset"]
     closed = run_demo("closed", *SHORT_AUTO, *never, "--set", "mile.warmup=0", "--k-t", "20")
     plain = run_demo(
-        "plain", *SHORT, "--method", "sigmoid", "--set", "auto.held_out=always", "--set", "optimizer.ema=0.9"
+        "plain",
+        *SHORT,
+        "--arch",
+        "grid-cnn",
+        "--method",
+        "sigmoid",
+        "--set",
+        "auto.held_out=always",
+        "--set",
+        "optimizer.ema=0.9",
     )
     assert [r["open"] for r in records(closed, "gate")] == [False]
     assert losses(closed) == losses(plain)
