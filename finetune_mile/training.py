@@ -13,6 +13,7 @@ from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import LoadReport
 from finetune_mile.checkpoints.teachers import load_teacher
 from finetune_mile.display import Display, closing_table
+from finetune_mile.labelling import pool_labeller
 from finetune_mile.learning import saving
 from finetune_mile.learning.loop import Average, train
 from finetune_mile.learning.optim import make_optimizer, parameter_groups, rate_at
@@ -20,7 +21,7 @@ from finetune_mile.learning.roles import Roles, copy_into
 from finetune_mile.outcome import same_on_every_process, write_labels
 from finetune_mile.pages.model_card import model_card
 from finetune_mile.pages.report import gallery_images, write_report
-from finetune_mile.plan import Plan
+from finetune_mile.plan import Plan, labels_once_per_cycle
 from finetune_mile.problems import Problem
 from finetune_mile.runlog import RunFolder, environment, whole_file, write_json
 from finetune_mile.session import Session
@@ -125,8 +126,11 @@ def _train(
         )  # fmt: skip
         if content is not None:
             watch.resume(step, content["extra"])
+        label_pool = None
+        if labels_once_per_cycle(recipe):
+            label_pool = pool_labeller(session, roles, folder.path, display.labels)
         train(
-            accelerator, wrapped, roles, plan.phases, optimizer, rate_of(session, plan), session.loop(roles),
+            accelerator, wrapped, roles, plan.phases, optimizer, rate_of(session, plan), session.loop(label_pool),
             average=average, first_step=step, on_step=watch,
         )  # fmt: skip
     if not same_on_every_process(network, accelerator.gather):
