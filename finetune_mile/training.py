@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import LoadReport
-from finetune_mile.checkpoints.teachers import load_teacher
 from finetune_mile.display import Display, closing_table
 from finetune_mile.labelling import pool_labeller
 from finetune_mile.learning import saving
@@ -45,7 +44,9 @@ def open_folder(session: Session, path: Path, report: LoadReport, overwrite: boo
     return folder
 
 
-def play(session: Session, plan: Plan, network: nn.Module, folder: RunFolder, signals: Signals) -> int:
+def play(
+    session: Session, plan: Plan, network: nn.Module, teacher: nn.Module | None, folder: RunFolder, signals: Signals
+) -> int:
     """Train what is left, then finish; returns the exit code."""
     accelerator = session.accelerator
     if folder.info.get("status") == "finished" and (folder.path / "results.json").is_file():
@@ -54,7 +55,7 @@ def play(session: Session, plan: Plan, network: nn.Module, folder: RunFolder, si
     record = folder.update if accelerator.is_main_process else _nobody
     try:
         record(status="running")
-        learner, watch = _train(session, plan, network, folder, signals)
+        learner, watch = _train(session, plan, network, teacher, folder, signals)
         _finish(session, learner, folder)
         speed = round(watch.images_seen / watch.busy_seconds, 1) if watch.busy_seconds else None
         record(status="finished", images_per_second=speed)
@@ -78,17 +79,13 @@ def _nobody(**facts: object) -> None:
 
 
 def _train(
-    session: Session, plan: Plan, network: nn.Module, folder: RunFolder, signals: Signals
+    session: Session, plan: Plan, network: nn.Module, teacher: nn.Module | None, folder: RunFolder, signals: Signals
 ) -> tuple[nn.Module, Watch]:
     recipe, accelerator, settings = session.recipe, session.accelerator, session.recipe.optimizer
     if recipe.sync_batch_norm and accelerator.num_processes > 1:
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
     network.to(accelerator.device)
-    teacher = None
-    if recipe.teacher is not None:
-        teacher = load_teacher(recipe.teacher, classes=session.data.classes, seen=session.how)
-        teacher.to(accelerator.device)
-    roles = Roles(network, plan.phases, teacher)
+    roles = Roles(network, plan.phases, None if teacher is None else teacher.to(accelerator.device))
     groups = parameter_groups(network, lr=settings.lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay)
     bare = make_optimizer(settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov)
     wrapped, optimizer = accelerator.prepare(network, bare)
