@@ -1,6 +1,5 @@
 """Imitation on images without labels: balance, pseudo-labels in files, teachers from outside, and what is refused."""
 
-import json
 import os
 import signal
 import subprocess
@@ -65,10 +64,9 @@ def test_each_imitation_batch_has_its_labelled_share(run_demo, seen, semi):
         assert int((torch.cat([first, second]) >= 0).sum()) == 3, "round(0.4 x 8)"
 
 
-@pytest.mark.parametrize("flags", [CYCLE, SOFT], ids=["hard", "soft"])
-def test_a_kill_while_the_teacher_labels_changes_nothing(run_demo, tmp_path, monkeypatch, seen, flags):
+def test_a_stop_while_the_teacher_labels_changes_nothing(run_demo, tmp_path, monkeypatch, seen):
     monkeypatch.setattr(labelling, "BLOCK", 64)
-    whole = run_demo("whole", *flags)
+    whole = run_demo("whole", *CYCLE)
     assert seen["blocks"] == [(g, size) for g in (0, 1) for size in (64,) * 6 + (16,)]
     assert [p.name for p in (whole / "pseudo_labels").iterdir()] == ["generation-1"], "old ones are removed"
     seen["blocks"].clear()
@@ -82,7 +80,7 @@ def test_a_kill_while_the_teacher_labels_changes_nothing(run_demo, tmp_path, mon
     monkeypatch.setattr(labelling, "_write", write_and_die)
     killed = tmp_path / "killed"
     with pytest.raises(KeyboardInterrupt):
-        main([*flags, "--out", str(killed)])
+        main([*CYCLE, "--out", str(killed)])
     monkeypatch.setattr(labelling, "_write", write)
     seen["blocks"].clear()
     assert main(["--resume", str(killed)]) == 0
@@ -207,9 +205,3 @@ def test_a_teacher_of_other_classes_is_refused_before_anything_is_written(tmp_pa
         assert len(errors) == 1
         assert f"{name}.pth: {sentence}" in errors[0]
         assert not (tmp_path / "run").exists()
-
-
-def test_what_a_run_with_labels_in_files_records(run_demo):
-    out = run_demo("run", *SOFT)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 <= r["labels_per_image"] <= 10 for r in lines if r["kind"] == "train" and r["phase"] == "imitation")
