@@ -65,6 +65,7 @@ def _settings(resolved: Resolved) -> Table:
         "setting",
         "value",
         "said by",
+        "source",
         title="recipe",
         title_justify="left",
         box=None,
@@ -76,7 +77,7 @@ def _settings(resolved: Resolved) -> Table:
         for sub, leaf in inner:
             dotted = key if sub is None else f"{key}.{sub}"
             shown = yaml.safe_dump(leaf, default_flow_style=True).removesuffix("...\n").strip()
-            table.add_row(dotted, shown, resolved.said_by.get(dotted, "schema"))
+            table.add_row(dotted, shown, resolved.said_by.get(dotted, "schema"), resolved.sources.get(dotted, ""))
     return table
 
 
