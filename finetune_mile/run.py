@@ -12,6 +12,7 @@ if __name__ == "__main__" and not __package__:
 import argparse
 
 from finetune_mile.checkpoints.cards import check_init
+from finetune_mile.checkpoints.locating import fetch_card
 from finetune_mile.flags import given_settings, parse
 from finetune_mile.images.checks import check_split, check_truth
 from finetune_mile.images.sources import load_data, split_name
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
-    """All that can be checked before torch is imported; nothing is written."""
+    """All that can be checked before torch is imported; no run folder is written."""
     if options.resume is not None:
         path = options.resume / "recipe.yaml"
         if not path.is_file():
@@ -49,6 +50,7 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
         check_truth(resolved.recipe.truth)
     path = options.out or next_folder(Path("runs"), resolved.path.stem)
     check_free(path, options.overwrite)
+    fetch_card(resolved.recipe.init)
     return resolved, path
 
 

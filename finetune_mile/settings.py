@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from finetune_mile.checkpoints.families import family_of
 from finetune_mile.layers import Merged, find_recipe, layers_of, put, put_together, read_yaml
 from finetune_mile.places import shipped
 from finetune_mile.problems import Problem
@@ -42,7 +43,19 @@ def choose_recipe(flags: Mapping[str, Any]) -> tuple[Path, str]:
     data, init = flags.get("data"), flags.get("init")
     if (data or "").partition(":")[0] == "demo" or (data is None and init in (None, "none", "simclr-demo")):
         return shipped("recipes") / "demo.yaml", "no --data and no --init: the demo"
+    family = family_of(str(init)) if init is not None and is_imagenet(data) else None
+    if family is not None:
+        names = [f"{family.method}-large", family.method] if family.large else [family.method]
+        for path in (shipped("recipes") / "ssl" / f"{name}.yaml" for name in names):
+            if path.is_file():
+                return path, f"no --recipe: {family.method} weights on ImageNet"
     return shipped("recipes") / "finetune.yaml", "no --recipe: fine-tuning on your images"
+
+
+def is_imagenet(data: str | None) -> bool:
+    """Is --data ImageNet? Nothing beside a paper's --init is."""
+    scheme, _, where = (data or "imagenet").partition(":")
+    return scheme == "imagenet" or (scheme == "hf" and "imagenet-1k" in where.lower())
 
 
 def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
@@ -56,8 +69,13 @@ def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
     tree = read_yaml(path)
     given = {k: v for k, v in flags.items() if v is not None and k != "recipe"}
     if "data" not in given and path == shipped("recipes") / "finetune.yaml":
-        given["data"] = find_imagenet()
-    return check(tree, given, sets, path, why)
+        given["data"] = "imagenet"
+    resolved = check(tree, given, sets, path, why)
+    if resolved.recipe.data != "imagenet":
+        return resolved
+    place, who = find_imagenet()
+    recipe = resolved.recipe.model_copy(update={"data": place})
+    return replace(resolved, recipe=recipe, said_by={**resolved.said_by, "data": who})
 
 
 def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path: Path, why: str) -> Resolved:
@@ -184,19 +202,19 @@ def to_yaml(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def find_imagenet() -> str:
-    """ImageNet on this machine, as --data: IMAGENET_DIR, else data/imagenet, else the hub's copy in the local cache."""
+def find_imagenet() -> tuple[str, str]:
+    """ImageNet on this machine as --data, and who says so: IMAGENET_DIR, data/imagenet, or the hub's local cache."""
     place = os.environ.get("IMAGENET_DIR")
     if place and not Path(place).is_dir():
         raise Problem(f"IMAGENET_DIR is {place}, and there is no such directory")
-    for folder in (place, "data/imagenet"):
+    for folder, who in ((place, "IMAGENET_DIR"), ("data/imagenet", "data/imagenet")):
         if folder and Path(folder).is_dir():
-            return f"imagenet:{folder}"
+            return f"imagenet:{folder}", who
     hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface")) / "hub/datasets--ILSVRC--imagenet-1k"
     if hub.is_dir():
-        return "hf:ILSVRC/imagenet-1k"
+        return "hf:ILSVRC/imagenet-1k", "the hub's cache"
     raise Problem(
-        "no --data, so ImageNet is meant, and it was not found: set IMAGENET_DIR to its folder, or put it into "
+        "ImageNet is meant, and it was not found: set IMAGENET_DIR to its folder, or put it into "
         "data/imagenet, or download the hub's ILSVRC/imagenet-1k into the local cache; for your own images say "
         "--data folder:DIR"
     )

@@ -18,7 +18,8 @@ PACKAGE = ROOT / "finetune_mile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name not in ("splits", "tables"))
 NO_TORCH = ("flags", "settings", "layers", "recipe", "plan", "runlog", "problems", "places", "cli", "run",
-            "learning/phases", "checkpoints/cards", "images/sources/__init__", "images/imageset")  # fmt: skip
+            "learning/phases", "checkpoints/cards", "checkpoints/families", "images/sources/__init__",
+            "images/imageset")  # fmt: skip
 
 
 def imports(path, top_level=False):

@@ -64,7 +64,7 @@ def fetch(card: Card) -> Path:
 
     with FileLock(folder / ".lock"):  # several processes of one run ask at once; one of them fetches
         for remote in card.remote():
-            _fetch_file(remote, folder)
+            _fetch_file(remote, folder, [other for other in card.remote() if not (folder / other.name).is_file()])
         if card.unpack and not (folder / card.file).is_file():
             _unpack(folder / card.remote()[0].name, card.unpack, folder)
     if not (folder / card.file).is_file():
@@ -72,7 +72,7 @@ def fetch(card: Card) -> Path:
     return folder / card.file
 
 
-def _fetch_file(remote: RemoteFile, folder: Path) -> None:
+def _fetch_file(remote: RemoteFile, folder: Path, missing: list[RemoteFile]) -> None:
     target = folder / remote.name
     if target.is_file():
         if not _unchanged(target):
@@ -96,10 +96,9 @@ def _fetch_file(remote: RemoteFile, folder: Path) -> None:
             reasons.append(f"{url}: {getattr(error, 'reason', None) or error}")
         else:
             return
-    raise Problem(
-        f"{remote.name} could not be fetched ({'; '.join(reasons)}). Fetch {remote.urls[0]} "
-        f"elsewhere and put it at {target}"
-    )
+    urls = " and ".join(other.urls[0] for other in missing)
+    there = f"put it at {target}" if len(missing) == 1 else f"put both into {folder}"
+    raise Problem(f"{remote.name} could not be fetched ({'; '.join(reasons)}); fetch {urls} elsewhere and {there}")
 
 
 # ------------------------------------------------------------------------------------ the transfer
