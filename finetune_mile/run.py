@@ -84,6 +84,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         arch=recipe.arch,
         num_classes=len(data.classes),
         head_bias=recipe.head_bias,
+        head_weight=recipe.head_weight,
         keep_head=recipe.keep_head,
         head_from=recipe.head_from,
     )

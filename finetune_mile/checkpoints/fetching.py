@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -93,7 +94,8 @@ def _fetch_file(remote: RemoteFile, folder: Path, missing: list[RemoteFile]) -> 
             part.unlink(missing_ok=True)
             reasons.append(f"{url}: {error}")
         except _NETWORK as error:
-            reasons.append(f"{url}: {getattr(error, 'reason', None) or error}")
+            where = f"{url}: " if len(remote.urls) > 1 else ""
+            reasons.append(f"{where}{getattr(error, 'reason', None) or error}")
         else:
             return
     urls = " and ".join(other.urls[0] for other in missing)
@@ -134,8 +136,9 @@ def _download(url: str, part: Path, remote: RemoteFile) -> None:
             if error.code != 416 or not before:
                 raise
             part.unlink()  # longer than what the server has: start anew
-        except _NETWORK:
-            if failures >= _TRIES:
+        except _NETWORK as error:
+            offline = isinstance(getattr(error, "reason", None), socket.gaierror) and not before
+            if failures >= _TRIES or offline:
                 raise
         after = part.stat().st_size if part.exists() else 0
         failures, pause = (0, _PAUSE) if after > before else (failures + 1, 2 * pause)

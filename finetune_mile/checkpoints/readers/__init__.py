@@ -1,7 +1,8 @@
 """From a file on disk to plain tensors: no file can run code, whatever it holds.
 
-`read` is all there is, and torch is imported when it is called. The container is told by magic bytes; torch files
-and pickles go through a pickle machine of our own (pickles.py), TensorFlow files are parsed by hand, tensors are mapped.
+`read` is all there is, and torch is imported when it is called. The container is told by magic bytes;
+torch files and pickles go through a pickle machine of our own (pickles.py), TensorFlow files are parsed by hand,
+tensors are mapped.
 """
 
 from __future__ import annotations
