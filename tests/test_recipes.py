@@ -1,4 +1,4 @@
-"""The recipes of the paper's tables: every value has a source, every cell a plan, and the command picks the right one."""
+"""The recipes of the paper's tables: every value has a source, every cell a plan; the command picks the right one."""
 
 import re
 
@@ -12,8 +12,9 @@ from finetune_mile.settings import check, choose_recipe, read_yaml, resolve
 FOLDERS = ("ssl", "semi", "imagenet")
 RECIPES = [path for folder in FOLDERS for path in sorted((ROOT / "recipes" / folder).glob("*.yaml"))]
 TRAIN = {0.01: 12_811, 0.05: 64_000, 0.1: 128_116, 1.0: 1_281_167}  # images; published lists at 1 and 10 %
-UPSTREAM = ("MILe paper", "published MILe code", "SimCLR paper", "SimCLR README", "SimCLR-v2 paper", "SimCLR-v2 README",
-            "BYOL paper", "SwAV README", "SwAV eval_semisup.py", "VISSL", "lightly benchmarks")  # fmt: skip
+UPSTREAM = ("MILe paper", "published MILe code", "SimCLR paper", "SimCLR README", "SimCLR code", "SimCLR-v2 paper",
+            "SimCLR-v2 README", "BYOL paper", "BYOL code", "SwAV README", "SwAV eval_semisup.py", "VISSL",
+            "lightly benchmarks")  # fmt: skip
 # What a cell is (not how it is trained), and what leaves the weights as they are.
 NO_NUMBER = ("data", "init", "arch", "teacher", "truth", "fraction", "method", "variant", "seed", "evaluate",
              "workers", "checkpoint_every", "log_every", "track")  # fmt: skip
