@@ -66,7 +66,7 @@ class Merged:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file that holds a mapping."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, UnicodeDecodeError) as error:
         raise Problem(f"recipe {path}: cannot be read ({error})") from error
     except yaml.YAMLError as error:

@@ -7,7 +7,7 @@ import yaml
 from shortcuts import ROOT
 
 from finetune_mile.plan import make_plan
-from finetune_mile.settings import check, choose_recipe, read_yaml, resolve
+from finetune_mile.settings import check, choose_recipe, find_recipe, read_yaml, resolve
 
 FOLDERS = ("ssl", "semi", "imagenet")
 RECIPES = [path for folder in FOLDERS for path in sorted((ROOT / "recipes" / folder).glob("*.yaml"))]
@@ -121,7 +121,42 @@ def test_imagenet_is_found_and_who_said_so_is_told(tmp_path, monkeypatch):
     assert resolve({"init": "mocov2", "data": "imagenet"}, []).recipe.data == "imagenet:data/imagenet"
 
 
-def test_cells_of_a_table_resolve():
-    for path in sorted((ROOT / "recipes/tables").glob("*.yaml")):
-        table = yaml.safe_load(path.read_text())
-        assert {"title", "runs", "blocks"} <= table.keys()
+def cells(name):
+    """Block, row, column and recipe of every cell of a table."""
+    table = yaml.safe_load((ROOT / f"recipes/tables/{name}.yaml").read_text())
+    for block in table["blocks"]:
+        for column, here in block["columns"].items():
+            for row, own in block["rows"].items():
+                settings = table["settings"] | block.get("settings", {}) | here | own["settings"]
+                path = find_recipe(settings.pop("recipe"))
+                sets = [f"{key}={settings.pop(key)}" for key in list(settings) if "." in key]
+                yield block, row, column, check(read_yaml(path), settings, sets, path, "test").recipe
+
+
+@pytest.mark.parametrize(("name", "count"), [("ssl", 27), ("semi", 10), ("imagenet", 24)])
+def test_every_cell_of_a_table_is_a_recipe(name, count):
+    seen = set()
+    for block, row, column, recipe in cells(name):
+        assert recipe.fraction == float(column.removesuffix(" %")) / 100
+        assert recipe.data == "imagenet"
+        assert recipe.truth == "real"
+        assert recipe.method == ("mile" if "mile" in row else recipe.method)
+        if "paper" in block:
+            assert block["paper"][row][column]["accuracy"] > 0
+        seen.add(recipe)
+    assert len(seen) == count, "two cells are the same run"
+
+
+def test_the_papers_numbers_are_the_papers(shared):
+    paper = yaml.safe_load((shared / "paper/tables.yaml").read_text())
+    found = {name: list(cells(name)) for name in ("ssl", "semi", "imagenet")}
+    for name, source in (("ssl", paper["ssl"]), ("semi", paper["semi_supervised"])):
+        rows = {(row, column): block["paper"] for block, row, column, _ in found[name] if "paper" in block}
+        assert len(rows) == sum(len(source["fractions"]) for key in source if key != "fractions")
+        for (row, column), numbers in rows.items():
+            at = source["fractions"].index(float(column.removesuffix(" %")) / 100)
+            wanted = source[row.replace("self-", "self_")]
+            assert numbers[row][column] == {m: wanted[m][at] for m in ("accuracy", "real_f1") if m in wanted}
+    for block, row, column, recipe in found["imagenet"]:
+        wanted, at = paper["imagenet"][recipe.arch], paper["imagenet"]["fractions"].index(recipe.fraction)
+        assert block["paper"][row][column] == {measure: wanted[measure][row][at] for measure in wanted}

@@ -157,7 +157,9 @@ def open_contents(
     if keep:
         parts |= {n: t for n, t in adapted.tensors.items() if n.startswith("proj.")}
     if head_from and "proj.0.weight" not in parts:
-        raise Problem(f"{source} has no SimCLR-v2 projection head, so head_from 1 is not possible")
+        raise Problem(
+            f"{source} has no SimCLR-v2 projection head, so head_from 1 is not possible; say --set head_from=0"
+        )
     network = build_for(name, padding, parts.get("proj.0.weight"))
     check_fit(network, parts, source=source)
     reset = fill(network, parts, source=source)
