@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from finetune_mile.tables.ledger import Ledger
-from finetune_mile.tables.sheets import Section, Sheet, head_lines, sections
+from finetune_mile.tables.sheets import Section, Sheet, head_lines, sections, status_lines
 
 MADE_BY = "Written by `finetune-mile table`; not to be edited by hand."
 
@@ -123,7 +123,7 @@ def terminal(ledger: Ledger) -> Group:
         for sheet in part.sheets:
             parts.append(_rich_sheet(sheet))
         parts += [Text(f"  {note}", style="dim") for note in part.notes]
-    return Group(*parts, Text("\n" + "\n".join(head_lines(ledger)[-1:])))
+    return Group(*parts, Text("\n" + "\n".join(status_lines(ledger))))
 
 
 def _rich_sheet(sheet: Sheet) -> RichTable:

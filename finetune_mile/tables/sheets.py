@@ -37,14 +37,18 @@ class Section:
 def head_lines(ledger: Ledger) -> list[str]:
     """What stands above everything."""
     lines = [" ".join(ledger.table.about.split())] if ledger.table.about else []
+    lines += status_lines(ledger)
+    return [*lines, NOISE] if any(block.block.paper for block in ledger.blocks) else lines
+
+
+def status_lines(ledger: Ledger) -> list[str]:
+    """How much of it is there."""
     where = f" ({'; '.join(ledger.devices)})" if ledger.devices else ""
-    lines.append(f"{ledger.runs} of {ledger.expected} runs are done; they took {duration(ledger.seconds)}{where}.")
+    lines = [f"{ledger.runs} of {ledger.expected} runs are done; they took {duration(ledger.seconds)}{where}."]
     bars = [b for block in ledger.blocks for b in block.bars]
     if bars:
         met = sum(b.outcome == "met" for b in bars)
         lines.append(f"{met} of {len(bars)} bars are met.")
-    if any(block.block.paper for block in ledger.blocks):
-        lines.append(NOISE)
     return lines
 
 
@@ -210,7 +214,7 @@ def _range(found: Spread) -> str:
 def decimals(ledger: BlockLedger, measure: str) -> int:
     """Two for percent, three for shares of one."""
     known = [v for c in ledger.cells for v in c.numbers[measure].ours.values]
-    return 3 if known and max(abs(v) for v in known) <= 1.0 else 2
+    return 3 if 0 < max((abs(v) for v in known), default=0.0) <= 1.0 else 2
 
 
 def spread(found: Spread, places: int, missing: str = "not run") -> str:
