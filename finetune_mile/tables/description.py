@@ -224,7 +224,9 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
         wrong += [f"{kind} {n}: a name must not hold a slash" for n in names if "/" in n]
     for name, row in block.rows.items():
         wrong += [
-            f"row {name}: only: {_missing('column', c, block.columns)}" for c in row.only or () if c not in block.columns
+            f"row {name}: only: {_missing('column', c, block.columns)}"
+            for c in row.only or ()
+            if c not in block.columns
         ]
         wrong += [
             f"row {name}: needs {what}: there is no row {where}; write ROW, BLOCK/ROW or BLOCK/ROW/COLUMN"
@@ -242,9 +244,7 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
             ]
     pairs = [(r, "differences") for pair in block.differences for r in pair]
     pairs += [(r, "bars") for bar in block.bars for r in bar.rows or (bar.row,) if r is not None]
-    wrong += [
-        f"{where}: {_missing('row', row, block.rows)}" for row, where in pairs if table.find(row, block) is None
-    ]
+    wrong += [f"{where}: {_missing('row', row, block.rows)}" for row, where in pairs if table.find(row, block) is None]
     for bar in block.bars:
         if bar.column not in block.columns:
             wrong.append(f"bars: {_missing('column', bar.column, block.columns)}")

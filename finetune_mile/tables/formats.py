@@ -73,7 +73,7 @@ _TEX = {
 
 
 def latex(ledger: Ledger) -> str:
-    """ledger.tex: tables to \\input; needs booktabs."""
+    """ledger.tex: tables to include, which need booktabs."""
     lines = [f"% {ledger.table.title}. {MADE_BY.replace('`', '')} Needs \\usepackage{{booktabs}}.", ""]
     for part in sections(ledger):
         for sheet in part.sheets:

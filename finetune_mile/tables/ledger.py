@@ -274,9 +274,7 @@ def _values(table: Table, block: Block, reference: str, column: str, measure: st
     return {seed: r.results[key] for seed, r in sorted(runs.items()) if key in r.results}
 
 
-def _paired(
-    table: Table, block: Block, a: str, b: str, column: str, measure: str, done: Grid
-) -> Spread | None:
+def _paired(table: Table, block: Block, a: str, b: str, column: str, measure: str, done: Grid) -> Spread | None:
     """First minus second for the seeds that both have; None where one of the rows is not in the column."""
     for reference in (a, b):
         found = table.find(reference, block)

@@ -170,9 +170,13 @@ def bars(ledger: BlockLedger) -> Sheet | None:
     rows = []
     for checked in ledger.bars:
         places = decimals(ledger, checked.bar.measure)
-        seeds = f"{checked.found.n} of {checked.expected}" if checked.found.n != checked.expected else str(checked.expected)
+        seeds = (
+            f"{checked.found.n} of {checked.expected}" if checked.found.n != checked.expected else str(checked.expected)
+        )
         rows.append((subject(checked), wanted(checked), spread(checked.found, places), seeds, checked.outcome))
-    return Sheet(caption="Bars, on means over seeds", head=("", "wanted", "found", "seeds", ""), rows=tuple(rows), names=2)
+    return Sheet(
+        caption="Bars, on means over seeds", head=("", "wanted", "found", "seeds", ""), rows=tuple(rows), names=2
+    )
 
 
 def subject(checked: CheckedBar) -> str:

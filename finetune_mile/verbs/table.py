@@ -41,7 +41,9 @@ def build_parser() -> Parser:
     parser.add_argument("--quick", action="store_true", help="the short form that the description names")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="run folders (default: as the description says)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the ledger's folder (default: docs/tables/NAME)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at the same time (default: one a core, one thread each)")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="runs at the same time (default: one a core, one thread each)"
+    )
     parser.add_argument("--only", action="append", default=[], metavar="BLOCK[/ROW]", help="run these; may be repeated")
     parser.add_argument("--seeds", metavar="0,1", help="run these seeds only")
     parser.add_argument("--again", action="store_true", help="replace runs whose settings are not the table's any more")
@@ -73,7 +75,11 @@ def main(argv: list[str]) -> int:
         return 0
     orders = [order_for(s, runs, options.launch) for s in chosen if wanted(s, options.again)]
     if options.commands:
-        text = shell_lines(orders, launch) if options.commands == "shell" else slurm_script(orders, jobs, launch, path.stem)
+        text = (
+            shell_lines(orders, launch)
+            if options.commands == "shell"
+            else slurm_script(orders, jobs, launch, path.stem)
+        )
         sys.stdout.write(text + "\n" if orders else "")
         return 0
     report_stale(chosen, options.again)
