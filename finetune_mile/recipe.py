@@ -163,6 +163,7 @@ class Recipe(Section):
     precision: Literal["no", "fp16", "bf16"] = "no"
     sync_batch_norm: bool = False
     head_bias: Literal["zero", "prior"] = Field(description="prior: -log C, sigmoids start at 1/C")
+    head_weight: Literal["normal", "zero"] = Field(default="normal", description="normal: std 0.01; zero: as SimCLR's")
     keep_head: str | None = Field(default=None, description="name of a head in the file to keep (labels leak!)")
     head_from: Literal[0, 1] = Field(default=0, description="1: keep SimCLR-v2's first projection layer")
     class_weights: Literal["none", "balanced"]

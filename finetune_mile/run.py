@@ -12,6 +12,7 @@ if __name__ == "__main__" and not __package__:
 import argparse
 
 from finetune_mile.checkpoints.cards import check_init, check_teacher
+from finetune_mile.checkpoints.locating import fetch_card
 from finetune_mile.flags import given_settings, parse
 from finetune_mile.images.checks import check_split, check_truth
 from finetune_mile.images.sources import load_data, split_name
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
-    """All that can be checked before torch is imported; nothing is written."""
+    """All that can be checked before torch is imported; no run folder is written."""
     if options.resume is not None:
         path = options.resume / "recipe.yaml"
         if not path.is_file():
@@ -50,6 +51,7 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
         check_truth(resolved.recipe.truth)
     path = options.out or next_folder(Path("runs"), resolved.path.stem)
     check_free(path, options.overwrite)
+    fetch_card(resolved.recipe.init)
     return resolved, path
 
 
@@ -84,6 +86,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         arch=recipe.arch,
         num_classes=len(data.classes),
         head_bias=recipe.head_bias,
+        head_weight=recipe.head_weight,
         keep_head=recipe.keep_head,
         head_from=recipe.head_from,
     )
