@@ -55,7 +55,7 @@ def choose_recipe(flags: Mapping[str, Any]) -> tuple[Path, str]:
 def is_imagenet(data: str | None) -> bool:
     """Is --data ImageNet? Nothing beside a paper's --init is."""
     scheme, _, where = (data or "imagenet").partition(":")
-    return scheme == "imagenet" or (scheme == "hf" and "imagenet-1k" in where.lower())
+    return scheme == "imagenet" or (scheme == "hf" and any(n in where.lower() for n in ("imagenet-1k", "ilsvrc")))
 
 
 def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
