@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -15,6 +15,8 @@ from pydantic import BaseModel, ValidationError
 from finetune_mile.places import shipped
 from finetune_mile.problems import Problem
 from finetune_mile.recipe import VARIANTS, Recipe
+
+Model = TypeVar("Model", bound=BaseModel)
 
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
 FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr"}
@@ -41,14 +43,14 @@ def choose_recipe(flags: Mapping[str, Any]) -> tuple[Path, str]:
     return shipped("recipes") / "finetune.yaml", "no --recipe: fine-tuning on your images"
 
 
-def find_recipe(name: str) -> Path:
-    """A recipe by path, or by its name below recipes/ with or without the ending."""
-    folder = shipped("recipes")
+def find_recipe(name: str, below: str = "") -> Path:
+    """A recipe by path, or by its name below recipes/ (or a folder in it) with or without the ending."""
+    folder = shipped("recipes") / below
     for path in (Path(name), folder / name, folder / f"{name}.yaml"):
         if path.is_file():
             return path
     found = [p.relative_to(folder) for p in sorted(folder.rglob("*.yaml"))]
-    names = [str(p.with_suffix("")) for p in found if p.parts[0] != "splits"]
+    names = [str(p.with_suffix("")) for p in found if p.parts[0] not in ("splits", "pretrain")]
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:5]
     raise Problem(f"--recipe {name}: no such file or recipe; there are {', '.join(near)}")
 
@@ -85,12 +87,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path: Path, why: str) -> Resolved:
     """Put the layers on top of each other and validate once."""
-    said_by = dict.fromkeys(_paths(tree), "recipe")
     wrong: list[str] = []
-    over = _flag_settings(given, sets, tree, wrong)
-    for dotted, (value, speaker) in over.items():
-        _put(tree, dotted, value)
-        said_by[dotted] = speaker
+    over = _flag_settings(given, tree, wrong) | set_settings(sets, wrong)
+    said_by = lay_over(tree, over)
     if {"steps", "epochs"} <= given.keys():
         wrong.append("--steps and --epochs: give one of them")
     elif "steps" in over or "epochs" in over:
@@ -101,17 +100,34 @@ def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path:
         if dotted not in said_by and (not block or isinstance(tree.get(block), dict)):
             _put(tree, dotted, value)
             said_by[dotted] = f"variant {variant}"
-    try:
-        recipe = Recipe.model_validate(tree)
-    except ValidationError as error:
-        wrong += explain(error, path, said_by)
-    if wrong:
-        raise Problem(*wrong)
+    recipe = validated(Recipe, tree, path, said_by, wrong)
     return Resolved(recipe=recipe, path=path, why=why, said_by=said_by)
 
 
+def lay_over(tree: dict[str, Any], over: Mapping[str, tuple[Any, str]]) -> dict[str, str]:
+    """Put (value, speaker) by dotted key on top of a file's settings, in place; returns who said each setting."""
+    said_by = dict.fromkeys(_paths(tree), "recipe")
+    for dotted, (value, speaker) in over.items():
+        _put(tree, dotted, value)
+        said_by[dotted] = speaker
+    return said_by
+
+
+def validated(
+    model: type[Model], tree: dict[str, Any], path: Path, said_by: Mapping[str, str], wrong: list[str]
+) -> Model:
+    """The checked settings, or a `Problem` with what is wrong with them after what was `wrong` already."""
+    try:
+        recipe = model.model_validate(tree)
+    except ValidationError as error:
+        raise Problem(*wrong, *explain(error, path, said_by, model)) from error
+    if wrong:
+        raise Problem(*wrong)
+    return recipe
+
+
 def _flag_settings(
-    given: Mapping[str, Any], sets: list[str], tree: dict[str, Any], wrong: list[str]
+    given: Mapping[str, Any], tree: dict[str, Any], wrong: list[str]
 ) -> dict[str, tuple[Any, str]]:
     method = str(given.get("method", tree.get("method")))
     over: dict[str, tuple[Any, str]] = {}
@@ -126,6 +142,12 @@ def _flag_settings(
             wrong.append(f"{flag} belongs to a method with a teacher, and the method is {method}")
         else:
             over[dotted] = (value, flag)
+    return over
+
+
+def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]]:
+    """`--set KEY=VALUE` arguments by dotted key, with who said them; what cannot be read goes into `wrong`."""
+    over: dict[str, tuple[Any, str]] = {}
     for pair in sets:
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
@@ -158,7 +180,9 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
 # ---------------------------------------------------------------------------------- errors in words
 
 
-def explain(error: ValidationError, path: Path, said_by: Mapping[str, str]) -> list[str]:
+def explain(
+    error: ValidationError, path: Path, said_by: Mapping[str, str], model: type[BaseModel] = Recipe
+) -> list[str]:
     """Each of pydantic's complaints as a sentence that names the flag or the key."""
     sentences: list[str] = []
     for item in error.errors():
@@ -166,7 +190,7 @@ def explain(error: ValidationError, path: Path, said_by: Mapping[str, str]) -> l
         speaker = said_by.get(dotted, "recipe")
         where = f"recipe {path.name}: {dotted}" if not speaker.startswith("--") else speaker
         if item["type"] == "extra_forbidden":
-            sentence = f"{where}: unknown key{_nearest(dotted)}"
+            sentence = f"{where}: unknown key{_nearest(dotted, model)}"
         elif item["type"] == "missing":
             sentence = f"recipe {path.name}: {dotted} is missing, and nothing else says it"
         else:
@@ -183,18 +207,17 @@ def _is_union_branch(part: object) -> bool:
     return isinstance(part, str) and ("[" in part or part in ("int", "str", "float"))
 
 
-def _nearest(dotted: str) -> str:
+def _nearest(dotted: str, model: type[BaseModel]) -> str:
     block, _, key = dotted.rpartition(".")
-    model: type[BaseModel] = Recipe
-    if block in Recipe.model_fields:
-        annotation = Recipe.model_fields[block].annotation
+    if block in model.model_fields:
+        annotation = model.model_fields[block].annotation
         options = [annotation, *get_args(annotation)]
         model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
     near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(model.model_fields)}"
 
 
-def to_yaml(recipe: Recipe) -> str:
+def to_yaml(recipe: BaseModel) -> str:
     """The whole recipe, every value spelled out, so that it runs again as it is."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 

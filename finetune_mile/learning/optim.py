@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -44,24 +45,28 @@ def parameter_groups(
     in_head = {id(p) for p in get_head(network).parameters()}
     groups = []
     for head in (False, True):
-        for decayed in (False, True):
-            members = [
-                p
-                for p in network.parameters()
-                if p.requires_grad and (id(p) in in_head) == head and (p.ndim > 1) == decayed
-            ]
-            rate = head_lr if head and head_lr is not None else lr
-            decay = weight_decay if decayed else 0.0
-            # LARS adapts matrices also where they do not decay, and never biases and norms.
-            groups.append(
-                {
-                    "params": members,
-                    "lr": rate,
-                    "base_lr": rate,
-                    "weight_decay": decay,
-                    "always_adapt": decayed,
-                }
-            )
+        members = [p for p in network.parameters() if (id(p) in in_head) == head]
+        groups += decay_groups(members, lr=head_lr if head and head_lr is not None else lr, weight_decay=weight_decay)
+    return groups
+
+
+def decay_groups(
+    parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float
+) -> list[dict[str, object]]:
+    """What learns of `parameters`: vectors, without weight decay, and the rest, with it."""
+    learning = [p for p in parameters if p.requires_grad]
+    groups: list[dict[str, object]] = []
+    for decayed in (False, True):
+        # LARS adapts matrices also where they do not decay, and never biases and norms.
+        groups.append(
+            {
+                "params": [p for p in learning if (p.ndim > 1) == decayed],
+                "lr": lr,
+                "base_lr": lr,
+                "weight_decay": weight_decay if decayed else 0.0,
+                "always_adapt": decayed,
+            }
+        )
     return [g for g in groups if g["params"]]
 
 
