@@ -112,6 +112,7 @@ class Session:
             logits, val.given[picked],
             None if val.truth is None else val.truth[picked], activation=self.recipe.activation,
             prediction_set=self.recipe.evaluate.prediction_set, rho=self.recipe.rho,
+            main=None if val.main is None else val.main[picked],
         )  # fmt: skip
         return found if bool(good.all()) else found | {"bad_images": float((~good).sum())}
 

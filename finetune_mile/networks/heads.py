@@ -22,7 +22,7 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
     if not arch.startswith("timm:"):
         raise Problem(
             f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, "
-            "resnet18-cifar, resnet-demo, "
+            "resnet18-cifar, resnet-demo, resnet-mini, "
             "... or timm:NAME"
         )
     import timm
