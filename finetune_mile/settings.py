@@ -126,9 +126,7 @@ def validated(
     return recipe
 
 
-def _flag_settings(
-    given: Mapping[str, Any], tree: dict[str, Any], wrong: list[str]
-) -> dict[str, tuple[Any, str]]:
+def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[str]) -> dict[str, tuple[Any, str]]:
     method = str(given.get("method", tree.get("method")))
     over: dict[str, tuple[Any, str]] = {}
     for key, value in given.items():

@@ -11,14 +11,16 @@ import yaml
 from shortcuts import ROOT
 
 from finetune_mile.checkpoints.cards import list_cards, read_card
+from finetune_mile.pretraining import settings as pretraining
 from finetune_mile.recipe import Recipe
 from finetune_mile.settings import check, read_yaml, to_yaml
 
 PACKAGE = ROOT / "finetune_mile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name != "splits")
+RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name not in ("splits", "pretrain"))
+PRETRAIN_RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
 NO_TORCH = ("flags", "settings", "recipe", "plan", "runlog", "problems", "places", "cli", "run", "learning/phases",
-            "checkpoints/cards", "images/sources/__init__", "images/imageset")  # fmt: skip
+            "pretraining/recipe", "pretraining/settings", "verbs/pretrain", "checkpoints/cards", "images/sources/__init__", "images/imageset")  # fmt: skip
 
 
 def imports(path, top_level=False):
@@ -71,6 +73,16 @@ def test_every_recipe_is_valid_and_says_how_to_run_it():
         assert again.recipe == resolved.recipe, "YAML to recipe to YAML is the identity"
 
 
+def test_every_pretraining_recipe_is_valid_and_says_how_to_run_it():
+    assert len(PRETRAIN_RECIPES) >= 2
+    for path in PRETRAIN_RECIPES:
+        for method in ("simclr", "mocov2", "byol", "swav"):
+            resolved = pretraining.check(read_yaml(path), {"method": method}, [], path, "test")
+            again = pretraining.check(yaml.safe_load(to_yaml(resolved.recipe)), {}, [], path, "test")
+            assert again.recipe == resolved.recipe, "YAML to recipe to YAML is the identity"
+        assert "finetune-mile pretrain" in path.read_text().split("\ndata:")[0], f"{path}: its command is missing"
+
+
 def test_every_card_is_valid():
     cards = list_cards()
     assert "simclr-demo" in cards
@@ -84,7 +96,7 @@ def test_the_schema_is_fresh():
 
 
 def test_nothing_of_this_machine_is_in_the_tree():
-    for path in [*MODULES, *RECIPES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "README.md"]:
+    for path in [*MODULES, *RECIPES, *PRETRAIN_RECIPES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "README.md"]:
         text = path.read_text()
         for place in ("home", "root", "work", "opt"):
             assert f"/{place}/" not in text.replace("~/", ""), path

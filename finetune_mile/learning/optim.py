@@ -50,9 +50,7 @@ def parameter_groups(
     return groups
 
 
-def decay_groups(
-    parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float
-) -> list[dict[str, object]]:
+def decay_groups(parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float) -> list[dict[str, object]]:
     """What learns of `parameters`: vectors, without weight decay, and the rest, with it."""
     learning = [p for p in parameters if p.requires_grad]
     groups: list[dict[str, object]] = []

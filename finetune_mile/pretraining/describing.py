@@ -20,5 +20,7 @@ def describe(resolved: Resolved, session: Session, method: nn.Module, *, full: b
     out.print(f"recipe  {resolved.path.name} ({resolved.why})")
     out.print(f"data    {session.data.name}: {count:,} images without their labels")
     out.print(f"network {recipe.arch}, {weights:,} weights, at {recipe.size} pixels")
-    out.print(f"method  {recipe.method}: {recipe.steps:,} steps = {recipe.steps * recipe.batch_size / count:.1f} epochs")
+    out.print(
+        f"method  {recipe.method}: {recipe.steps:,} steps = {recipe.steps * recipe.batch_size / count:.1f} epochs"
+    )
     out.print(f"batch   {recipe.batch_size} images in {world} process{'es' if world > 1 else ''}")

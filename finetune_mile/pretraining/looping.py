@@ -54,9 +54,9 @@ def train(
         share = rate(step)
         set_rate(optimizer, share)
         learner.begin_step(step)
-        loss = learner.loss(wrapped(next(feed)), step)
+        loss = learner.loss(wrapped(next(feed)))
         accelerator.backward(loss)
-        learner.end_backward(step)
+        learner.end_backward()
         if clip is not None:
             accelerator.clip_grad_norm_(wrapped.parameters(), clip)
         optimizer.step()

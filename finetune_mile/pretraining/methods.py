@@ -1,7 +1,7 @@
 """The four methods, made of lightly's heads, losses, queues and momentum helpers.
 
-Each is one module whose parts carry lightly's names, so that its state dict is a lightly checkpoint. The loop asks three
-things of it: `forward` (the views' projections; the only part that runs wrapped), `loss` (of what `forward` gave) and
+Each is one module whose parts carry lightly's names, so that its state dict is a lightly checkpoint. The loop asks of
+it `forward` (the views' projections; the only part that runs wrapped), `loss` (of what `forward` gave) and
 `begin_step` / `end_backward` (what happens around it). B images, D features, P projection, K prototypes.
 """
 
@@ -36,10 +36,10 @@ class Learner(Protocol):
     def begin_step(self, step: int) -> None:
         """Before the views of step `step` (from 0) are looked at."""
 
-    def loss(self, outputs: Outputs, step: int) -> Tensor:
+    def loss(self, outputs: Outputs) -> Tensor:
         """The loss () of what `forward` gave."""
 
-    def end_backward(self, step: int) -> None:
+    def end_backward(self) -> None:
         """After the gradients are there, before they are used."""
 
 
@@ -60,12 +60,13 @@ class SimCLR(nn.Module):
 
     def begin_step(self, step: int) -> None:
         """Nothing."""
+        del step
 
-    def loss(self, outputs: Outputs, step: int) -> Tensor:
+    def loss(self, outputs: Outputs) -> Tensor:
         """Each view's partner against all others."""
         return cast(Tensor, self.criterion(*outputs))
 
-    def end_backward(self, step: int) -> None:
+    def end_backward(self) -> None:
         """Nothing."""
 
 
@@ -102,12 +103,12 @@ class MoCoV2(nn.Module):
         update_momentum(self.backbone, self.backbone_momentum, m)
         update_momentum(self.projection_head, self.projection_head_momentum, m)
 
-    def loss(self, outputs: Outputs, step: int) -> Tensor:
+    def loss(self, outputs: Outputs) -> Tensor:
         """Each query's key against the queue; the keys join it."""
         pairs = [outputs[at : at + 2] for at in range(0, len(outputs), 2)]
         return torch.stack([self.criterion(query, key) for query, key in pairs]).mean()
 
-    def end_backward(self, step: int) -> None:
+    def end_backward(self) -> None:
         """Nothing."""
 
 
@@ -136,12 +137,12 @@ class BYOL(nn.Module):
         update_momentum(self.backbone, self.backbone_momentum, m)
         update_momentum(self.projection_head, self.projection_head_momentum, m)
 
-    def loss(self, outputs: Outputs, step: int) -> Tensor:
+    def loss(self, outputs: Outputs) -> Tensor:
         """Minus the cosine of prediction and target; -1 is perfect."""
         p0, p1, z0, z1 = outputs
         return cast(Tensor, 0.5 * (self.criterion(p0, z1) + self.criterion(p1, z0)))
 
-    def end_backward(self, step: int) -> None:
+    def end_backward(self) -> None:
         """Nothing."""
 
 
@@ -150,6 +151,7 @@ class SwAV(nn.Module):
 
     def __init__(self, backbone: nn.Module, features: int, settings: recipe.SwAV, steps: Steps) -> None:
         super().__init__()
+        self.step = 0
         self.frozen, self.queue_from = steps(settings.frozen), steps(settings.queue_from)
         self.backbone = backbone
         self.projection_head = _mlp(features, settings)
@@ -168,19 +170,20 @@ class SwAV(nn.Module):
         )
 
     def forward(self, views: list[Tensor]) -> Outputs:
-        """Views (B, 3, s, s), two large ones first, to the large ones' unit projections (B, P), then all scores (B, K)."""
+        """Views (B, 3, s, s) to unit projections (B, P) of the first two, the large ones, then scores (B, K) of all."""
         projected = [normalize(self.projection_head(self.backbone(view)), dim=1) for view in views]
         return (*(p.detach() for p in projected[:2]), *(self.prototypes(p) for p in projected))
 
     def begin_step(self, step: int) -> None:
         """Prototypes lie on the unit sphere."""
+        self.step = step
         self.prototypes.normalize()
 
-    def loss(self, outputs: Outputs, step: int) -> Tensor:
+    def loss(self, outputs: Outputs) -> Tensor:
         """Cross-entropy of scores and the other view's balanced assignment."""
         projected, scores = outputs[:2], outputs[2:]
         earlier = [self._earlier(queue, own) for queue, own in zip(self.queues, projected, strict=False)]
-        use = bool(earlier) and step >= self.queue_from
+        use = bool(earlier) and self.step >= self.queue_from
         loss: Tensor = self.criterion(list(scores[:2]), list(scores[2:]), earlier if use else None)
         return loss.squeeze()
 
@@ -190,9 +193,9 @@ class SwAV(nn.Module):
         _, kept = queue(projected, update=True)
         return cast(Tensor, self.prototypes(kept[dist.rank() :: dist.world_size()]))
 
-    def end_backward(self, step: int) -> None:
+    def end_backward(self) -> None:
         """Prototypes that are still frozen have no gradient."""
-        if step < self.frozen:
+        if self.step < self.frozen:
             for parameter in self.prototypes.parameters():
                 parameter.grad = None
 

@@ -117,7 +117,8 @@ class Session:
             stored = (batch.images for batch in batches(self.plain(), theirs, workers=self.workers, pin=pin))
         mean, std = self._convention()
         for images, keys in zip(stored, mine, strict=False):
-            yield [view.sub_(mean).div_(std) for view in self.views(images, keys)]
+            views = (view.sub_(mean).div_(std) for view in self.views(images, keys))
+            yield [view.contiguous(memory_format=torch.channels_last) for view in views]
 
     def views(self, images: Tensor, keys: list[Key]) -> list[Tensor]:
         """All views, floats in [0, 1], of images (B, 3, S, S) uint8: two large ones, then the small ones."""

@@ -107,7 +107,8 @@ def colour_matrices(colour: Tensor, turn: Tensor) -> Tensor:
     angle = 2 * math.pi * turn
     cos, sin, none = colour * angle.cos(), colour * angle.sin(), torch.zeros_like(angle)
     rows = [torch.ones_like(angle), none, none, none, cos, -sin, none, sin, cos]
-    return back @ torch.stack(rows, 1).view(-1, 3, 3) @ to_yiq
+    mixed: Tensor = back @ torch.stack(rows, 1).view(-1, 3, 3) @ to_yiq
+    return mixed
 
 
 def blurred(view: Tensor, amount: Tensor) -> Tensor:
@@ -121,12 +122,12 @@ def blurred(view: Tensor, amount: Tensor) -> Tensor:
 def noise(size_draw: Tensor, place_draw: Tensor, strength: float, side: int) -> Tensor:
     """Normal noise (B, 1, side, side), the same in all colours; each image's own strength is up to `strength`."""
     table = _normal_numbers(side * side).to(size_draw.device)
-    start = (place_draw * TABLE).long()
-    found = table[start.unsqueeze(1) + torch.arange(side * side, device=start.device)]
+    found = table.unfold(0, side * side, 1)[(place_draw * TABLE).long()]
     return (found * (strength * size_draw).unsqueeze(1)).view(-1, 1, side, side)
 
 
 @cache
 def _normal_numbers(more: int) -> Tensor:
     even = torch.from_numpy(uniforms(0, 0, np.arange(TABLE + more), 1)[:, 0])
-    return torch.special.ndtri(even.clamp(min=1e-9)).float()
+    normal: Tensor = torch.special.ndtri(even.clamp(min=1e-9)).float()
+    return normal

@@ -61,7 +61,10 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
         path = options.resume / "recipe.yaml"
         if not path.is_file():
             raise Problem(f"--resume {options.resume}: not a run folder (it has no recipe.yaml)")
-        return check(read_yaml(path), {}, [], path, "--resume"), options.resume
+        tree = read_yaml(path)
+        if "views" not in tree:
+            raise Problem(f"--resume {options.resume}: not a pre-training run; resume it with finetune_mile/run.py")
+        return check(tree, {}, [], path, "--resume"), options.resume
     resolved = resolve(given_settings(options, SETTINGS), options.sets)
     split_name(resolved.recipe.data)
     path = options.out or next_folder(Path("runs"), "pretrain")
