@@ -20,7 +20,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name not in ("splits", "pretrain"))
 PRETRAIN_RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
 NO_TORCH = ("flags", "settings", "recipe", "plan", "runlog", "problems", "places", "cli", "run", "learning/phases",
-            "pretraining/recipe", "pretraining/settings", "verbs/pretrain", "checkpoints/cards", "images/sources/__init__", "images/imageset")  # fmt: skip
+            "pretraining/recipe", "pretraining/settings", "verbs/pretrain",
+            "checkpoints/cards", "images/sources/__init__", "images/imageset")  # fmt: skip
 
 
 def imports(path, top_level=False):

@@ -4,9 +4,9 @@ import torch
 
 METHODS = ("simclr", "mocov2", "byol", "swav")
 SHORT = [
-    "--data", "demo:200", "--arch", "resnet-demo", "--steps", "12", "--batch-size", "16",
-    "--set", "checkpoint_every=5", "--set", "log_every=1", "--set", "neighbours.bank=60",
-    "--set", "neighbours.queries=30", "--set", "mocov2.queue=40", "--set", "swav.queue=40",
+    "--data", "demo:100", "--arch", "resnet-mini", "--steps", "8", "--batch-size", "8",
+    "--set", "checkpoint_every=3", "--set", "log_every=1", "--set", "neighbours.bank=40",
+    "--set", "neighbours.queries=20", "--set", "mocov2.queue=20", "--set", "swav.queue=20",
 ]  # fmt: skip
 
 

@@ -10,9 +10,9 @@ from runs import METHODS, SHORT, exported
 from shortcuts import ROOT
 
 # Batch norm sees one process's part alone, and Adam divides by a gradient's own size: neither is wanted here.
-FLAGS = [*SHORT, "--arch", "resnet-demo-gn", "--lr", "0.02", "--set", "optimizer.name=sgd"]
+FLAGS = [*SHORT, "--arch", "resnet-mini-gn", "--steps", "5", "--lr", "0.005", "--set", "optimizer.name=sgd"]
 FLAGS += [word for method in METHODS for word in ("--set", f"{method}.batch_norm=false")]
-FLAGS += ["--set", "swav.queue_from=4", "--set", "swav.frozen=2"]
+FLAGS += ["--set", "swav.queue_from=2", "--set", "swav.frozen=2"]
 
 
 def launch(out, processes, method):

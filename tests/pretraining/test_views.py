@@ -10,8 +10,8 @@ STILL = {
     "contrast": 0, "saturation": 0, "hue": 0, "grey": 0, "blur": 0, "noise": 0,
 }  # fmt: skip
 WILD = STILL | {
-    "area": (0.3, 1.2), "aspect": (0.75, 1.333), "shift": 0.1, "turn": 20, "flip": 0.5, "jitter": 0.8, "brightness": 0.4,
-    "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "grey": 0.2, "blur": 0.5, "noise": 0.1,
+    "area": (0.3, 1.2), "aspect": (0.75, 1.333), "shift": 0.1, "turn": 20, "flip": 0.5, "jitter": 0.8,
+    "brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "grey": 0.2, "blur": 0.5, "noise": 0.1,
 }  # fmt: skip
 
 
