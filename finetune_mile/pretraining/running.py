@@ -66,7 +66,8 @@ def _train(session: Session, method: nn.Module, folder: RunFolder, signals: Sign
     recipe, accelerator, settings = session.recipe, session.accelerator, session.recipe.optimizer
     if recipe.sync_batch_norm and accelerator.num_processes > 1:
         method = nn.SyncBatchNorm.convert_sync_batchnorm(method)
-    method.to(accelerator.device, memory_format=torch.channels_last)  # a third faster on CPUs, and no slower elsewhere
+    method.to(accelerator.device)
+    method.to(memory_format=torch.channels_last)  # a third faster on CPUs
     groups = decay_groups(method.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     bare = make_optimizer(settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov)
     wrapped, optimizer = accelerator.prepare(method, bare)
