@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from finetune_mile.session import Session
 
 SHOWN_PHASES = 8
+PIPED_WIDTH = 240  # columns where no terminal says how many there are: a setting is a line
 
 
 def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport, *, full: bool) -> None:
     """Print the run: a few lines, or with `full` also every setting and the first phases."""
     out = Console(stderr=not full, highlight=False, soft_wrap=True)
+    if full and not out.is_terminal:
+        out.width = max(out.width, PIPED_WIDTH)
     recipe, world = session.recipe, session.accelerator.num_processes
     if full:
-        out.print(settings_table(resolved.recipe, resolved.said_by))
+        out.print(settings_table(resolved.recipe, resolved.said_by, resolved.sources))
         out.print(_phases(plan.phases))
         steps = trace(plan.phases)
         out.print(f"trace   {_runs(steps[:400])}{' ...' if len(steps) > 400 else ''}")
@@ -62,12 +65,13 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def settings_table(recipe: BaseModel, said_by: Mapping[str, str]) -> Table:
-    """Every setting, its value, and who said so."""
+def settings_table(recipe: BaseModel, said_by: Mapping[str, str], sources: Mapping[str, str]) -> Table:
+    """Every setting, its value, who said so, and where it is from."""
     table = Table(
         "setting",
         "value",
         "said by",
+        "source",
         title="recipe",
         title_justify="left",
         box=None,
@@ -79,7 +83,7 @@ def settings_table(recipe: BaseModel, said_by: Mapping[str, str]) -> Table:
         for sub, leaf in inner:
             dotted = key if sub is None else f"{key}.{sub}"
             shown = yaml.safe_dump(leaf, default_flow_style=True).removesuffix("...\n").strip()
-            table.add_row(dotted, shown, said_by.get(dotted, "schema"))
+            table.add_row(dotted, shown, said_by.get(dotted, "schema"), sources.get(dotted, ""))
     return table
 
 

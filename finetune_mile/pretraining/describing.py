@@ -15,7 +15,7 @@ def describe(resolved: Resolved, session: Session, method: nn.Module, *, full: b
     out = Console(stderr=not full, highlight=False, soft_wrap=True)
     recipe, world, count = session.recipe, session.accelerator.num_processes, len(session.images)
     if full:
-        out.print(settings_table(recipe, resolved.said_by))
+        out.print(settings_table(recipe, resolved.said_by, {}))
     weights = sum(p.numel() for p in method.get_submodule("backbone").parameters())
     out.print(f"recipe  {resolved.path.name} ({resolved.why})")
     out.print(f"data    {session.data.name}: {count:,} images without their labels")

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune_mile.layers import Merged, find_recipe, read_yaml
 from finetune_mile.pretraining.recipe import Pretrain
-from finetune_mile.settings import find_recipe, lay_over, read_yaml, set_settings, validated
+from finetune_mile.settings import put_flags, set_settings, validated
 
 FOLDER = "pretrain"  # below recipes/
 GRIDS = ("demo", "multi-mnist")
@@ -46,6 +47,8 @@ def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path:
     flags = {
         "optimizer.lr" if key == "lr" else key: (value, "--" + key.replace("_", "-")) for key, value in given.items()
     }
-    said_by = lay_over(tree, flags | set_settings(sets, wrong))
-    recipe = validated(Pretrain, tree, path, said_by, wrong)
-    return Resolved(recipe=recipe, path=path, why=why, said_by=said_by)
+    merged = Merged()
+    merged.add(tree, {}, "recipe", f"recipe {path.name}: ")
+    put_flags(merged, flags | set_settings(sets, wrong))
+    recipe = validated(Pretrain, merged, path, wrong)
+    return Resolved(recipe=recipe, path=path, why=why, said_by=merged.said_by)
