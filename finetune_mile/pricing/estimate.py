@@ -126,7 +126,7 @@ def _copies(counts: Counts, *, brought: bool) -> int:
 
 
 def _label_bytes(recipe: Recipe, counts: Counts) -> int:
-    """Pseudo-labels that are kept for a whole pool, at most: a bit a class, or 32 soft values (`learning/stores.py`)."""
+    """Pseudo-labels that are kept for a pool, at most: a bit a class, or 32 soft values (`learning/stores.py`)."""
     if not counts.imitation_steps or not labels_once_per_cycle(recipe):
         return 0
     pools = [counts.scene.pools[p.pool] for p in counts.plan.phases if p.name == "imitation"]
