@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from finetune_mile.places import shipped
 from finetune_mile.problems import Problem
-from finetune_mile.recipe import VARIANTS, Recipe
+from finetune_mile.recipe import LABELS_ALONE, VARIANTS, Recipe
 
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
 FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr"}
@@ -122,7 +122,7 @@ def _flag_settings(
             dotted = f"{method.replace('-', '_')}.rho"
         if key in ("k_t", "k_s") and method != "mile":
             wrong.append(f"{flag} belongs to --method mile, and the method is {method}")
-        elif key == "rho" and method in ("softmax", "sigmoid"):
+        elif key == "rho" and method in LABELS_ALONE:
             wrong.append(f"{flag} belongs to a method with a teacher, and the method is {method}")
         else:
             over[dotted] = (value, flag)
