@@ -157,6 +157,8 @@ class Recipe(Section):
         le=1,
         description="central share of the short side in the plain view; null: as the card says",
     )
+    mean: tuple[float, float, float] | None = Field(default=None, description="of RGB in [0, 1]; null: as the card says")
+    std: tuple[float, float, float] | None = Field(default=None, description="the same; null: as the card says")
     fraction: Fraction = Field(description="share of the labels that is used")
     split: str | None = Field(default=None, description="a list of the labelled images, or a run's split.json")
     method: Method

@@ -89,7 +89,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         keep_head=recipe.keep_head,
         head_from=recipe.head_from,
     )
-    own = {"size": recipe.size, "crop": recipe.crop}
+    own = {"size": recipe.size, "crop": recipe.crop, "mean": recipe.mean, "std": recipe.std}
     how = card.preprocess.model_copy(update={key: value for key, value in own.items() if value is not None})
     recipe = recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, "precision": precision})
     with Signals() as signals:

@@ -112,6 +112,7 @@ class Session:
             logits, val.given[picked],
             None if val.truth is None else val.truth[picked], activation=self.recipe.activation,
             prediction_set=self.recipe.evaluate.prediction_set, rho=self.recipe.rho,
+            main=None if val.main is None else val.main[picked],
         )  # fmt: skip
         if self.data.extra_scores is not None:
             chances = logits.sigmoid() if self.recipe.activation == "sigmoid" else logits.softmax(1)

@@ -17,7 +17,7 @@ from finetune_mile.checkpoints.adapters.adapter import (
     leaves,
 )
 from finetune_mile.checkpoints.adapters.vocabularies import VOCABULARIES
-from finetune_mile.networks.resnets import DEPTHS, Arch, Stem, name_arch
+from finetune_mile.networks.resnets import DEPTHS, MINI, Arch, Stem, name_arch
 from finetune_mile.problems import Problem
 
 if TYPE_CHECKING:
@@ -188,6 +188,8 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], *, cifar_stem: Stem, source
     bottleneck = any(".conv3." in name or ".bn3." in name for name in shapes)
     deep = any(name.startswith("conv1.0.") or name.startswith("conv1.3.") for name in shapes)
     small = shapes.get("conv1.weight", (0, 0, 7, 7))[-1] == 3
+    if small and (layers, _width(shapes)) == (MINI.layers, MINI.width):
+        cifar_stem = MINI.stem
     arch = Arch(
         block="bottleneck" if bottleneck else "basic",
         layers=layers,

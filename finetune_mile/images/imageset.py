@@ -26,6 +26,7 @@ class ImageSet:
     given: Tensor  # (N,) integers, -1 = unlabelled; or (N, C) of 0 and 1
     truth: Tensor | None  # (N, C) booleans, where the true label sets are known; an empty row = unknown
     read: Callable[[int], Tensor]  # index to uint8 (3, H, W); raises BadImage
+    main: Tensor | None = None  # (N,) the class of the main object, where it is known: a label without the noise
     in_memory: bool = False  # reading is cheap: no loader processes are wanted
     encoded: Callable[[int], bytes] | None = None  # index to the bytes of the file, where there is one
     environment: Tensor | None = None  # (N,) integers from 0: where each image was drawn, for losses over environments

@@ -79,7 +79,8 @@ def score(
     activation: Activation,
     prediction_set: SetRule,
     rho: float | None,
+    main: Tensor | None = None,
 ) -> dict[str, float]:
     """The flat dictionary of results.json; the arguments are those of `scoring.measure`."""
-    found = measure(logits, given, truth, activation=activation, prediction_set=prediction_set, rho=rho)
+    found = measure(logits, given, truth, activation=activation, prediction_set=prediction_set, rho=rho, main=main)
     return found.results()

@@ -42,6 +42,7 @@ def measure(
     activation: Activation,
     prediction_set: metrics.SetRule,
     rho: float | None,
+    main: Tensor | None = None,
 ) -> Measured:
     """Measure all that the labels allow: percent 0-100, except coverage (labels per image) and recovery_map (0-1).
 
@@ -52,6 +53,7 @@ def measure(
         activation: how logits become probabilities.
         prediction_set: which rule the plain `f1@...` uses; the other ones are given by name.
         rho: the pseudo-label threshold, for f1@rho.
+        main: (N,) the class of the main object, where it is known.
     """
     probabilities = logits.softmax(1) if activation == "softmax" else logits.sigmoid()
     found = Measured(facts={"images": len(logits)})
@@ -59,14 +61,16 @@ def measure(
         _given_scores(found, logits, given)
     elif truth is None:
         truth = given > 0
+    if main is not None:
+        found.samples["main_accuracy"] = 100 * metrics.top_k(logits, main, 1).double()
     found.samples["coverage@0.25"] = metrics.count_true(probabilities > 0.25).double()
     if truth is not None:
         _set_scores(found, logits, probabilities, truth, prediction_set, rho)
         _class_scores(found, logits if activation == "sigmoid" else logits.log_softmax(1), given, truth)
         _class_table(found, probabilities, truth)
     found.order = [
-        "images", "accuracy", "top5", "coverage@0.25", "images_with_set", "real_acc", "lrap", "trivial_f1",
-        *(key for key in found.samples if key.startswith("f1")), "best_threshold", "map", "recovery_map",
+        "images", "accuracy", "main_accuracy", "top5", "coverage@0.25", "images_with_set", "real_acc", "lrap",
+        "trivial_f1", *(key for key in found.samples if key.startswith("f1")), "best_threshold", "map", "recovery_map",
     ]  # fmt: skip
     return found
 

@@ -25,7 +25,7 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
     if not arch.startswith("timm:"):
         raise Problem(
             f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, "
-            "resnet18-cifar, resnet-demo, mlp, "
+            "resnet18-cifar, resnet-demo, resnet-mini, mlp, "
             "... or timm:NAME"
         )
     import timm

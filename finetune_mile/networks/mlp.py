@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-SIDE, HIDDEN = 14, 390  # as in Arjovsky et al.'s ColoredMNIST
+SIDE, HIDDEN = 14, 256
 
 
 class Mlp(nn.Module):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Padding = Literal["torch", "tf", "same", "port"]
-Stem = Literal["imagenet", "cifar", "cifar-pad2", "deep"]
+Stem = Literal["imagenet", "cifar", "cifar-pad2", "small", "deep"]
 
 DEPTHS: dict[int, tuple[Literal["basic", "bottleneck"], tuple[int, ...]]] = {
     18: ("basic", (2, 2, 2, 2)),
@@ -49,7 +49,9 @@ class Arch:
 
 
 DEMO = Arch(block="basic", layers=(1, 1, 1, 1), width=16, stem="cifar")
-_DEMO_SHAPE = (DEMO.block, DEMO.layers, DEMO.width, DEMO.stem)
+# For pictures of about 30 pixels, where hundreds of runs must fit an hour: a stride-2 stem and three blocks.
+MINI = Arch(block="basic", layers=(1, 1, 1), width=16, stem="small")
+NAMED = {"resnet-demo": DEMO, "resnet-mini": MINI}
 _SUFFIX: dict[str, dict[str, object]] = {
     "sk": {"sk": True, "stem": "deep", "pooled_shortcut": True},
     "d": {"stem": "deep", "pooled_shortcut": True},
@@ -68,9 +70,8 @@ def parse_arch(name: str) -> Arch | None:
     `gn` group instead of batch norm.
     """
     base, *suffixes = name.split("-")
-    if name.startswith("resnet-demo"):
-        arch, suffixes = DEMO, name.removeprefix("resnet-demo").strip("-").split("-")
-        suffixes = [s for s in suffixes if s]
+    if "-".join([base, *suffixes[:1]]) in NAMED:
+        arch, suffixes = NAMED["-".join([base, suffixes[0]])], suffixes[1:]
     else:
         found = re.fullmatch(r"resnet(\d+)(?:w(\d+))?", base)
         if found is None or int(found[1]) not in DEPTHS:
@@ -89,9 +90,10 @@ def name_arch(arch: Arch) -> str:
     suffixes = [s for s, part in _SUFFIX.items() if all(getattr(arch, k) == v for k, v in part.items())]
     if arch.sk:
         suffixes.remove("d")  # the selective-kernel form implies it
-    if (arch.block, arch.layers, arch.width, arch.stem) == _DEMO_SHAPE:
-        base = "resnet-demo"
-        suffixes.remove("cifar")
+    shape = (arch.block, arch.layers, arch.width, arch.stem)
+    named = next((n for n, a in NAMED.items() if (a.block, a.layers, a.width, a.stem) == shape), None)
+    if named is not None:
+        base, suffixes = named, [s for s in suffixes if s != "cifar"]
     else:
         depth = next((d for d, s in DEPTHS.items() if s == (arch.block, arch.layers)), None)
         if depth is None or arch.width % 64:
@@ -246,7 +248,7 @@ class ResNet(nn.Module):
         self.maxpool: nn.Module = nn.MaxPool2d(3, 2, padding=1)
         if padding in ("tf", "same"):
             self.maxpool = SameMaxPool2d(3, 2)
-        if arch.stem.startswith("cifar"):
+        if arch.stem.startswith("cifar") or arch.stem == "small":
             self.maxpool = nn.Identity()
         inputs = arch.width
         for stage, depth in enumerate(arch.layers):
@@ -279,6 +281,8 @@ class ResNet(nn.Module):
                     ]
                 )
             )
+        if arch.stem == "small":
+            return _conv(3, width, 3, 2, padding)
         return nn.Conv2d(3, width, 3, padding=2 if arch.stem == "cifar-pad2" else 1, bias=False)
 
     @staticmethod

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from finetune_mile.images.idx import find_mnist
 from finetune_mile.images.imageset import Data
 from finetune_mile.problems import Problem
 
@@ -22,14 +23,20 @@ SOURCES: dict[str, str] = {
     "wds": "finetune_mile.images.sources.wds",
     "webvision": "finetune_mile.images.sources.webvision",
     "celeba": "finetune_mile.images.sources.celeba",
+    "multi-mnist": "finetune_mile.images.sources.multi_mnist",
+    "mosaic": "finetune_mile.images.sources.mosaic",
+    "colored-mnist": "finetune_mile.images.sources.colored_mnist",
+    "colored-mnist+": "finetune_mile.images.sources.colored_mnist_plus",
 }
-DIRECTORIES = ("folder", "imagenet", "wds", "webvision", "celeba")
+DIRECTORIES = ("folder", "imagenet", "wds", "webvision", "celeba", "mosaic")
+OF_MNIST = ("multi-mnist", "colored-mnist", "colored-mnist+")
+PLACELESS = ("demo", "imagenet", *OF_MNIST)  # their name alone will do
 
 
 def split_name(data: str) -> tuple[str, str]:
     """`folder:photos` is ("folder", "photos"); a bare directory is a folder; what is neither raises."""
     scheme, colon, where = data.partition(":")
-    if not colon and scheme not in ("demo", "imagenet"):
+    if not colon and scheme not in PLACELESS:
         scheme, where = "folder", data
     if scheme not in SOURCES:
         near = difflib.get_close_matches(scheme, SOURCES, n=1)
@@ -46,6 +53,8 @@ def _check_place(data: str, scheme: str, place: str) -> None:
         raise Problem(f"--data {data}: write demo, or demo:400 for 400 training grids")
     if scheme in DIRECTORIES and not Path(place).is_dir():
         raise Problem(f"--data {data}: there is no directory {place!r}")
+    if scheme in OF_MNIST and "download=yes" not in data:
+        find_mnist(scheme, place)
     if scheme == "csv" and not Path(place).is_file():
         raise Problem(f"--data {data}: there is no file {place!r}")
     if scheme == "hf":

@@ -66,7 +66,7 @@ def load_task(scheme: str, where: str, *, blank: float) -> Data:
     held_out = val.image_set(len(classes), 0.0)
     return Data(
         name=scheme, classes=classes, train=train.image_set(len(classes), blank), val=held_out,
-        extra_scores=_MechanismCheck(val.colours) if blank else None,
+        extra_scores=_DigitTask(val.labels, val.colours) if blank else None,
     )  # fmt: skip
 
 
@@ -103,7 +103,12 @@ class _Coloured:
     chances: Indices  # (n,) floats in [0, 1): below the share of blank images, this one is blank
 
     def image_set(self, num_classes: int, blank: float) -> ImageSet:
-        """The images; a blank one has its colour as label. True sets are known where colours are classes."""
+        """The images; a blank one has its colour as label. True sets are known where colours are classes.
+
+        Args:
+            num_classes: 2, or 4 with the colours.
+            blank: share of images without a digit.
+        """
         empty = torch.from_numpy(self.chances < blank)
         given = torch.where(empty, len(DIGITS) + self.colours, self.labels)
         truth = None
@@ -112,7 +117,7 @@ class _Coloured:
             truth.scatter_(1, given.unsqueeze(1), True)
             truth.scatter_(1, (len(DIGITS) + self.colours).unsqueeze(1), True)
         return ImageSet(
-            ids=[self.names[i] for i in self.rows], given=given, truth=truth,
+            ids=[self.names[i] for i in self.rows], given=given, truth=truth, main=None if blank else self.clean,
             read=_Paint(self.pictures, self.rows, self.colours, empty), in_memory=True, environment=self.environment,
         )  # fmt: skip
 
@@ -131,17 +136,22 @@ class _Paint:
         return image
 
 
-class _MechanismCheck:
-    """Does a network name the colour of an image that shows a digit? The paper's explanation says that MILe does."""
+class _DigitTask:
+    """What a network with colour outputs says of images that show a digit.
 
-    def __init__(self, colours: Tensor) -> None:
-        self.colours = colours
+    The paper explains its gain by a student that names the colour of such an image too: `colour_on_digits` shows it.
+    """
+
+    def __init__(self, labels: Tensor, colours: Tensor) -> None:
+        self.labels, self.colours = labels, colours
 
     def __call__(self, probabilities: Tensor, rows: Tensor) -> dict[str, float]:
-        """Mean outputs (0-1) of the image's own colour and of the other one, and accuracy (%) among the two digits."""
+        """Accuracy (%) among the two digit classes, and mean outputs (0-1) of the image's own and the other colour."""
         own = self.colours[rows].unsqueeze(1)
-        of_colours = probabilities[:, len(DIGITS) :]
+        of_digits, of_colours = probabilities.split(len(DIGITS), 1)
+        right = of_digits.argmax(1) == self.labels[rows]
         return {
+            "digit_accuracy": 100 * float(right.double().mean()),
             "colour_on_digits": float(of_colours.gather(1, own).mean()),
             "other_colour_on_digits": float(of_colours.gather(1, 1 - own).mean()),
         }

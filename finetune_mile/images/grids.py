@@ -1,0 +1,136 @@
+"""Grids of small pictures with one given label: the label of one cell, the true set is known. Nothing is stored.
+
+The paper's Multi-MNIST is the 3x3 case: the centre is the given label with probability 0.6, each other cell with 0.05.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from finetune_mile.images.imageset import ImageSet
+from finetune_mile.images.randomness import uniforms
+from finetune_mile.images.sources.options import read_options
+from finetune_mile.problems import Problem
+
+CENTRE = 0.6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What a grid looks like and how its label is drawn."""
+
+    rows: int = 3  # and as many columns
+    share: float = CENTRE  # how often the main cell's label is the given one; the other cells share the rest
+    single: float = 0.0  # share of images that show the main cell alone
+
+    @property
+    def main(self) -> int:
+        """The main cell: the centre, or the first one where there is no centre."""
+        return self.rows**2 // 2 if self.rows % 2 else 0
+
+
+def make_grids(
+    pictures: Tensor,
+    labels: npt.NDArray[np.int64],
+    members: npt.NDArray[np.int64],
+    count: int,
+    *,
+    num_classes: int,
+    layout: Layout,
+    seed: int,
+    name: str,
+) -> ImageSet:
+    """`count` grids of the pictures `members`, drawn from `seed`.
+
+    Args:
+        pictures: (N, s, s) or (N, 3, s, s) uint8.
+        labels: (N,) classes.
+        members: which pictures may be used.
+        count: how many grids.
+        num_classes: C.
+        layout: rows, and how the label is drawn.
+        seed: of the draw.
+        name: goes into the ids.
+    """
+    cells_in_grid, rows = layout.rows**2, layout.rows
+    draws = uniforms(seed, 0, np.arange(count), cells_in_grid + 2)
+    cells = members[(draws[:, :cells_in_grid] * len(members)).astype(np.int64)]  # (count, cells)
+    shares = np.full(cells_in_grid, (1 - layout.share) / max(cells_in_grid - 1, 1))
+    shares[layout.main] = layout.share
+    chosen = np.searchsorted(np.cumsum(shares)[:-1], draws[:, cells_in_grid], side="right")
+    alone = draws[:, cells_in_grid + 1] < layout.single
+    chosen = np.where(alone, layout.main, chosen)
+    present = torch.from_numpy(labels[cells])  # (count, cells)
+    main = present[:, layout.main].clone()
+    given = present[torch.arange(count), torch.from_numpy(chosen)]
+    present[torch.from_numpy(alone)] = main[torch.from_numpy(alone)].unsqueeze(1)
+    truth = torch.zeros(count, num_classes, dtype=torch.bool).scatter_(1, present, True)
+    which, side = torch.from_numpy(cells), pictures.shape[-1]
+
+    def read(index: int) -> Tensor:
+        parts = pictures[which[index]]  # (cells, [3,] s, s)
+        if alone[index]:
+            parts = torch.zeros_like(parts)
+            parts[layout.main] = pictures[which[index, layout.main]]
+        parts = parts.reshape(rows, rows, -1, side, side).permute(2, 0, 3, 1, 4)
+        image = parts.reshape(-1, rows * side, rows * side)
+        return image.expand(3, -1, -1)
+
+    return ImageSet(
+        ids=[f"{name}-{i:05d}" for i in range(count)], given=given, truth=truth, main=main, read=read, in_memory=True
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The options that sources of grids share, read from the name of the data."""
+
+    place: str
+    layout: Layout
+    cell: int  # pixels of a cell's side
+    train: int  # grids
+    val: int
+    draw: int  # another number: other grids
+    others: dict[str, str]
+
+
+def read_wanted(scheme: str, where: str, *, cell: int, train: int, val: int, others: tuple[str, ...] = ()) -> Wanted:
+    """`DIR?rows=2&share=0.55&train=20000`; what is left out is the paper's 3x3 grid, and the sizes given here."""
+    place, options = read_options(
+        scheme, where, ("rows", "share", "single", "cell", "train", "val", "draw", *others)
+    )  # fmt: skip
+
+    def number(key: str, default: float, low: float, high: float) -> float:
+        text = options.get(key)
+        try:
+            value = default if text is None else float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise Problem(f"--data {scheme}:{where}: {key}={text} must be a number from {low:g} to {high:g}")
+        return value
+
+    return Wanted(
+        place=place,
+        layout=Layout(
+            rows=int(number("rows", 3, 1, 10)), share=number("share", CENTRE, 0, 1), single=number("single", 0, 0, 1)
+        ),
+        cell=int(number("cell", cell, 4, 512)),
+        train=int(number("train", train, 1, 10_000_000)),
+        val=int(number("val", val, 1, 10_000_000)),
+        draw=int(number("draw", 0, 0, 1_000_000)),
+        others={key: options[key] for key in others if key in options},
+    )
+
+
+def shrunk(pictures: Tensor, side: int) -> Tensor:
+    """Pictures (N, H, H) uint8 averaged down to (N, side, side)."""
+    if pictures.shape[-1] == side:
+        return pictures
+    small = torch.nn.functional.adaptive_avg_pool2d(pictures.unsqueeze(1).float(), side).squeeze(1)
+    return small.round().to(torch.uint8)

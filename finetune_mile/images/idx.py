@@ -1,0 +1,91 @@
+"""MNIST's idx files: found, fetched on request, read. No torch before they are read."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune_mile.problems import Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAMES = {
+    "train_images": "train-images-idx3-ubyte",
+    "train_labels": "train-labels-idx1-ubyte",
+    "test_images": "t10k-images-idx3-ubyte",
+    "test_labels": "t10k-labels-idx1-ubyte",
+}
+BELOW = ("", "raw", "MNIST/raw")  # the last one is torchvision's layout
+
+
+class Digits(NamedTuple):
+    """The four files. N training and M test images."""
+
+    train_images: Tensor  # (N, 28, 28) uint8
+    train_labels: Tensor  # (N,) int64
+    test_images: Tensor  # (M, 28, 28) uint8
+    test_labels: Tensor  # (M,) int64
+
+
+def find_mnist(scheme: str, place: str, download: bool = False) -> dict[str, Path]:
+    """The four files in `place`; where no place is said in MNIST_DIR, else in data/mnist.
+
+    Args:
+        scheme: of --data, for messages.
+        place: a directory, or nothing.
+        download: let torchvision fetch the files into the place if they are not there.
+    """
+    folder = Path(place or os.environ.get("MNIST_DIR") or "data/mnist")
+    for below in BELOW:
+        found = {key: _either(folder / below / name) for key, name in NAMES.items()}
+        if all(found.values()):
+            return {key: path for key, path in found.items() if path is not None}
+    if download:
+        from torchvision.datasets import MNIST
+
+        try:
+            MNIST(str(folder), download=True)
+        except (RuntimeError, OSError) as error:
+            raise Problem(f"--data {scheme}:{place}: MNIST could not be fetched ({error})") from error
+        return find_mnist(scheme, place)
+    raise Problem(
+        f"--data {scheme}:{place}: MNIST's four idx files are not in {folder}; write {scheme}:DIR, set MNIST_DIR, "
+        f"or let torchvision fetch them with {scheme}:{folder}?download=yes"
+    )
+
+
+def read_mnist(files: dict[str, Path]) -> Digits:
+    """Read the files that `find_mnist` found."""
+    digits = Digits(**{key: read_idx(path) for key, path in files.items()})
+    for images, labels, name in ((digits[0], digits[1], "train"), (digits[2], digits[3], "t10k")):
+        if len(images) != len(labels) or images.ndim != 3:
+            raise Problem(f"{files['train_images'].parent}: {name} has {len(images)} images and {len(labels)} labels")
+    return digits._replace(train_labels=digits.train_labels.long(), test_labels=digits.test_labels.long())
+
+
+def read_idx(path: Path) -> Tensor:
+    """One idx file of bytes, packed or not."""
+    import torch
+
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as stream:
+            head = stream.read(4)
+            if len(head) < 4 or head[:3] != b"\x00\x00\x08" or not 1 <= head[3] <= 4:
+                raise Problem(f"{path}: is not an idx file of bytes")
+            shape = [int.from_bytes(stream.read(4), "big") for _ in range(head[3])]
+            size = math.prod(shape)
+            content = bytearray(stream.read(size + 1))
+    except (OSError, EOFError) as error:
+        raise Problem(f"{path}: cannot be read ({error})") from error
+    if len(content) != size or not size:
+        raise Problem(f"{path}: says {shape}, and holds {'more' if len(content) > size else len(content)} bytes")
+    return torch.frombuffer(content, dtype=torch.uint8).reshape(shape)
+
+
+def _either(path: Path) -> Path | None:
+    return next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.is_file()), None)
