@@ -157,7 +157,7 @@ class Recipe(Section):
         le=1,
         description="central share of the short side in the plain view; null: as the card says",
     )
-    mean: tuple[float, float, float] | None = Field(default=None, description="of RGB in [0, 1]; null: as the card says")
+    mean: tuple[float, float, float] | None = Field(default=None, description="of RGB in 0-1; null: as the card says")
     std: tuple[float, float, float] | None = Field(default=None, description="the same; null: as the card says")
     fraction: Fraction = Field(description="share of the labels that is used")
     split: str | None = Field(default=None, description="a list of the labelled images, or a run's split.json")
@@ -229,7 +229,7 @@ class Recipe(Section):
     def optimizer_state(self) -> Literal["keep", "reset"]:
         """What becomes of the momentum where the learner's weights are swapped, or a penalty's weight changes."""
         block = getattr(self, self.method) if self.method in ("mile", *OVER_ENVIRONMENTS) else None
-        return "keep" if block is None else block.optimizer_state  # type: ignore[no-any-return]
+        return "keep" if block is None else block.optimizer_state
 
     @property
     def rho(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -208,7 +209,8 @@ def _penalised_loss(
     environment = loop.environment[batch.samples].to(logits.device, non_blocking=True)
     count = int(loop.environment.max()) + 1
     sums = environment_sums(logits, targets, environment, count, loop.class_weights)
-    return penalised(over_processes(sums, partial(accelerator.reduce, reduction="sum"), accelerator.num_processes), penalty)
+    add_up = partial(accelerator.reduce, reduction="sum")
+    return penalised(over_processes(sums, add_up, accelerator.num_processes), penalty)
 
 
 def _targets(

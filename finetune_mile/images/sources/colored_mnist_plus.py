@@ -1,4 +1,4 @@
-"""ColoredMNIST+ (the paper, Sec. 4.4): a third of the training images shows no digit, only a colour, which is the label."""
+"""ColoredMNIST+ (the paper's own): a third of the training images shows no digit, only a colour, which is the label."""
 
 from __future__ import annotations
 
