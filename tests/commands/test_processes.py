@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from idx_files import write_mnist
 from safetensors.torch import load_file
 from shortcuts import ROOT, SHORT_MILE
 
@@ -35,6 +36,20 @@ def test_two_processes_equal_one(tmp_path):
     results = [json.loads((tmp_path / str(p) / "results.json").read_text()) for p in (1, 2)]
     assert results[0]["images"] == results[1]["images"] == 100
     assert results[0]["accuracy"] == pytest.approx(results[1]["accuracy"], abs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["irm", "rex"])
+def test_a_penalty_over_two_processes_is_that_of_the_whole_batch(tmp_path, method):
+    data = write_mnist(tmp_path / "mnist", 300, 60)
+    flags = ["--recipe", "ood/colored-mnist", "--data", f"colored-mnist:{data}?side=14", "--method", method]
+    flags += ["--steps", "30", "--batch-size", "16", "--lr", "0.1", "--set", "optimizer.name=sgd"]
+    for processes in (1, 2):
+        done = launch(tmp_path / str(processes), processes=processes, use_cpu=True, flags=flags)
+        assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (load_file(tmp_path / str(p) / "export/model.safetensors") for p in (1, 2))
+    for name in one:
+        assert float((one[name] - two[name]).abs().max()) <= 1e-5, name
 
 
 def test_processes_that_do_not_see_each_other_are_stopped(tmp_path):
