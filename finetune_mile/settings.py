@@ -48,7 +48,7 @@ def find_recipe(name: str) -> Path:
         if path.is_file():
             return path
     found = [p.relative_to(folder) for p in sorted(folder.rglob("*.yaml"))]
-    names = [str(p.with_suffix("")) for p in found if p.parts[0] != "splits"]
+    names = [str(p.with_suffix("")) for p in found if p.parts[0] not in ("splits", "tables")]
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:5]
     raise Problem(f"--recipe {name}: no such file or recipe; there are {', '.join(near)}")
 

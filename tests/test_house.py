@@ -16,7 +16,7 @@ from finetune_mile.settings import check, read_yaml, to_yaml
 
 PACKAGE = ROOT / "finetune_mile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name != "splits")
+RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name not in ("splits", "tables"))
 NO_TORCH = ("flags", "settings", "recipe", "plan", "runlog", "problems", "places", "cli", "run", "learning/phases",
             "checkpoints/cards", "images/sources/__init__", "images/imageset")  # fmt: skip
 
