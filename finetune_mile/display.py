@@ -93,6 +93,12 @@ class Display:
             )
 
 
+def wide_console() -> Console:
+    """For tables on stdout: as wide as the terminal, and wide enough where it goes to a file."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
+
+
 def closing_table(results: dict[str, float], title: str) -> Table:
     """The results that a reader looks for first."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)

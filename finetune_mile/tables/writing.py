@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune_mile.display import wide_console
 from finetune_mile.runlog import whole_file, write_json
 from finetune_mile.tables import formats
 from finetune_mile.tables.description import Table, find_table, read_table
@@ -23,8 +24,6 @@ def write_ledger(
     folder: Path, name: str, table: Table, states: Sequence[State], *, quick: bool, prices: bool
 ) -> Ledger:
     """Write every file of a ledger, and show it in the terminal."""
-    from rich.console import Console
-
     records = records_of(states)
     known = _prices(folder)
     if prices:
@@ -44,9 +43,9 @@ def write_ledger(
     for name_, text in texts(ledger, plot).items():
         with whole_file(folder / name_) as part:
             part.write_text(text, encoding="utf-8")
-    console = Console(soft_wrap=False)
+    console = wide_console()
     console.print(formats.terminal(ledger))
-    console.print(f"{folder / 'ledger.md'}, .csv, .tex, .html, plot.png", highlight=False)
+    console.print(f"{folder / 'ledger.md'}, .csv, .tex, .html, plot.png", soft_wrap=True)
     return ledger
 
 
@@ -72,6 +71,17 @@ def _prices(folder: Path) -> dict[str, str]:
 
 
 def missing_prices(states: Sequence[State], known: Mapping[str, str]) -> dict[str, str]:
-    """Estimate what cells that have no finished run would take here."""
-    del states, known
-    return {}
+    """Estimate what cells that have no finished run would take here; needs torch."""
+    done = {s.job.key.cell for s in states if s.status == "done"}
+    todo = [s for s in states if not s.job.hidden and s.job.key.cell not in {*done, *known}]
+    if not todo:
+        return {}
+    from rich.console import Console
+
+    from finetune_mile import devices
+    from finetune_mile.pricing.table_prices import in_words, price_cells
+
+    devices.use_threads()
+    with Console(stderr=True).status("timing a few steps, for the price of what was not run ..."):
+        offers = price_cells([s for s in states if s.job.key.cell in {t.job.key.cell for t in todo}], others=states)
+    return {cell: in_words(offer) for cell, offer in offers.items()}
