@@ -43,7 +43,8 @@ def test_two_processes_equal_one(tmp_path):
 def test_a_penalty_over_two_processes_is_that_of_the_whole_batch(tmp_path, method):
     data = write_mnist(tmp_path / "mnist", 300, 60)
     flags = ["--recipe", "ood/colored-mnist", "--data", f"colored-mnist:{data}?side=14", "--method", method]
-    flags += ["--steps", "30", "--batch-size", "16", "--lr", "0.1", "--set", "optimizer.name=sgd"]
+    flags += ["--steps", "30", "--batch-size", "16", "--lr", "0.01", "--set", "optimizer.name=sgd"]
+    flags += ["--set", f"{method}.weight=5", "--set", f"{method}.anneal=0"]
     for processes in (1, 2):
         done = launch(tmp_path / str(processes), processes=processes, use_cpu=True, flags=flags)
         assert done.returncode == 0, done.stderr[-2000:]
