@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 PLAIN_SECONDS = 10.0  # without a terminal: a line this often
@@ -32,6 +32,7 @@ class Display:
         self.console = Console(stderr=True, quiet=not visible)
         self.total, self.visible = total_steps, visible
         self._bar: Progress | None = None
+        self._labels: TaskID | None = None
         if self.console.is_terminal and visible:
             self._bar = Progress(
                 TextColumn("[bold]{task.fields[phase]:<11}"), TextColumn("generation {task.fields[generation]}"),
@@ -91,6 +92,23 @@ class Display:
                 f"step {step}/{self.total}  {phase} {generation}  {speed:,.0f} images/s  loss {shown}  "
                 f"{pace * (self.total - step):.0f} s left"
             )
+
+    def labels(self, generation: int, done: int, images: int) -> None:
+        """A teacher has labelled `done` of the `images` of a pool."""
+        done = min(done, images)
+        if self._bar is not None:
+            if self._labels is None:
+                self._labels = self._bar.add_task(
+                    "", total=images, phase="labels", generation=generation, speed=0.0, loss="-"
+                )
+            speed = next(task.speed for task in self._bar.tasks if task.id == self._labels)
+            self._bar.update(self._labels, completed=done, speed=speed or 0.0)
+            if done == images:
+                self._bar.remove_task(self._labels)
+                self._labels = None
+        elif time.monotonic() - self._last > PLAIN_SECONDS:
+            self._last = time.monotonic()
+            self.say(f"labels of generation {generation}: {done:,} of {images:,} images")
 
 
 def wide_console() -> Console:

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from finetune_mile.session import Session
 
 SHOWN_PHASES = 8
+PIPED_WIDTH = 240  # columns where no terminal says how many there are: a setting is a line
 
 
 def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport, *, full: bool) -> None:
     """Print the run: a few lines, or with `full` also every setting and the first phases."""
     out = Console(stderr=not full, highlight=False, soft_wrap=True)
+    if full and not out.is_terminal:
+        out.width = max(out.width, PIPED_WIDTH)
     recipe, world = session.recipe, session.accelerator.num_processes
     if full:
         out.print(_settings(resolved))
@@ -65,6 +68,7 @@ def _settings(resolved: Resolved) -> Table:
         "setting",
         "value",
         "said by",
+        "source",
         title="recipe",
         title_justify="left",
         box=None,
@@ -76,7 +80,7 @@ def _settings(resolved: Resolved) -> Table:
         for sub, leaf in inner:
             dotted = key if sub is None else f"{key}.{sub}"
             shown = yaml.safe_dump(leaf, default_flow_style=True).removesuffix("...\n").strip()
-            table.add_row(dotted, shown, resolved.said_by.get(dotted, "schema"))
+            table.add_row(dotted, shown, resolved.said_by.get(dotted, "schema"), resolved.sources.get(dotted, ""))
     return table
 
 

@@ -55,6 +55,18 @@ def make_plan(recipe: Recipe, *, labelled: int, pool_sizes: dict[Pool, int]) -> 
     pool: Pool = "labelled" if recipe.semi == "none" else recipe.semi
     if pool_sizes[pool] == 0:
         raise Problem(f"--semi {pool}: there are no such images at --fraction {recipe.fraction:g}; lower the fraction")
+    if recipe.labelled_share is not None:
+        pool = "all"  # labelled and unlabelled images, in their shares
+        if pool_sizes["unlabelled"] == 0:
+            raise Problem(
+                f"labelled_share {recipe.labelled_share:g}: there are no unlabelled images to share a batch with at "
+                f"--fraction {recipe.fraction:g}; lower the fraction"
+            )
+        if not 0 < labelled_per_batch(recipe) < recipe.batch_size:
+            raise Problem(
+                f"labelled_share {recipe.labelled_share:g}: of a batch of {recipe.batch_size} that leaves no labelled "
+                "or no unlabelled image; take a share nearer to 0.5 or a larger --batch-size"
+            )
     knobs: dict[str, object] = {}
     match recipe.method:
         case "softmax":
@@ -113,6 +125,10 @@ def labels_once_per_cycle(recipe: Recipe) -> bool:
         return False
     block = recipe.mile if recipe.method == "mile" else recipe.imitation
     assert block is not None
-    if block.pseudo_labels == "cycle" and block.targets == "soft":
-        raise Problem("pseudo_labels: cycle keeps hard labels as bits; with targets: soft use pseudo_labels: batch")
     return block.pseudo_labels == "cycle"
+
+
+def labelled_per_batch(recipe: Recipe) -> int:
+    """Labelled images in each batch of an imitation that has a labelled share."""
+    assert recipe.labelled_share is not None
+    return round(recipe.labelled_share * recipe.batch_size)

@@ -164,6 +164,9 @@ class Recipe(Section):
     method: Method
     variant: Variant
     semi: Literal["none", "all", "unlabelled"] = Field(description="images that imitation draws from")
+    labelled_share: float | None = Field(
+        default=None, gt=0, lt=1, description="of each batch in imitation, the rest unlabelled; null: as they come"
+    )
     teacher: str | None = Field(default=None, description="for distill: a run folder or a file")
     seed: int = Field(ge=0)
     steps: int | None = Field(default=None, gt=0, description="budget in optimiser steps")
@@ -173,6 +176,7 @@ class Recipe(Section):
     precision: Literal["no", "fp16", "bf16"] = "no"
     sync_batch_norm: bool = False
     head_bias: Literal["zero", "prior"] = Field(description="prior: -log C, sigmoids start at 1/C")
+    head_weight: Literal["normal", "zero"] = Field(default="normal", description="normal: std 0.01; zero: as SimCLR's")
     keep_head: str | None = Field(default=None, description="name of a head in the file to keep (labels leak!)")
     head_from: Literal[0, 1] = Field(default=0, description="1: keep SimCLR-v2's first projection layer")
     class_weights: Literal["none", "balanced"]
@@ -205,6 +209,8 @@ class Recipe(Section):
             raise ValueError(f"--semi needs a method that imitates; {self.method} learns from labels alone")
         if self.accumulate > 1 and self.method in OVER_ENVIRONMENTS:
             raise ValueError(f"method {self.method} penalises the whole batch at once: set accumulate to 1")
+        if self.labelled_share is not None and self.semi == "none":
+            raise ValueError("labelled_share needs --semi all or --semi unlabelled: without it every image is labelled")
         if self.optimizer.name == "lars" and self.optimizer.nesterov:
             raise ValueError("optimizer.nesterov: true does not go with lars")
         return self

@@ -11,7 +11,8 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 
-from finetune_mile.checkpoints.cards import check_init
+from finetune_mile.checkpoints.cards import check_init, check_teacher
+from finetune_mile.checkpoints.locating import fetch_card
 from finetune_mile.flags import given_settings, parse
 from finetune_mile.images.checks import check_split, check_truth
 from finetune_mile.images.sources import load_data, split_name
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
-    """All that can be checked before torch is imported; nothing is written."""
+    """All that can be checked before torch is imported; no run folder is written."""
     if options.resume is not None:
         path = options.resume / "recipe.yaml"
         if not path.is_file():
@@ -44,12 +45,14 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
     resolved = resolve(given_settings(options), options.sets)
     split_name(resolved.recipe.data)
     check_init(resolved.recipe.init)
+    check_teacher(resolved.recipe.teacher)
     if resolved.recipe.split is not None:
         check_split(resolved.recipe.split)
     if resolved.recipe.truth is not None:
         check_truth(resolved.recipe.truth)
     path = options.out or next_folder(Path("runs"), resolved.path.stem)
     check_free(path, options.overwrite)
+    fetch_card(resolved.recipe.init)
     return resolved, path
 
 
@@ -57,6 +60,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     """The run itself; from here on torch is needed."""
     from finetune_mile import devices
     from finetune_mile.checkpoints.loading import load_network
+    from finetune_mile.checkpoints.teachers import load_teacher
     from finetune_mile.explain import explain
     from finetune_mile.images.bad_images import BadImages
     from finetune_mile.images.pools import make_pools
@@ -86,11 +90,13 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         arch=recipe.arch,
         num_classes=len(data.classes),
         head_bias=recipe.head_bias,
+        head_weight=recipe.head_weight,
         keep_head=recipe.keep_head,
         head_from=recipe.head_from,
     )
     own = {"size": recipe.size, "crop": recipe.crop, "mean": recipe.mean, "std": recipe.std}
     how = card.preprocess.model_copy(update={key: value for key, value in own.items() if value is not None})
+    teacher = None if recipe.teacher is None else load_teacher(recipe.teacher, classes=data.classes, seen=how)
     recipe = recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, "precision": precision})
     with Signals() as signals:
         session = Session(
@@ -102,7 +108,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         if options.explain:
             return 0
         folder = RunFolder.reopen(path) if options.resume else open_folder(session, path, report, options.overwrite)
-        return play(session, plan, network, folder, signals)
+        return play(session, plan, network, teacher, folder, signals)
 
 
 if __name__ == "__main__":

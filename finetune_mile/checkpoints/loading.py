@@ -28,7 +28,7 @@ from finetune_mile.checkpoints.fitting import (
 from finetune_mile.checkpoints.locating import Located, locate
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
-from finetune_mile.networks.heads import HeadBias, build, new_head
+from finetune_mile.networks.heads import HeadBias, HeadWeight, build, new_head
 from finetune_mile.networks.resnets import Padding, parse_arch
 from finetune_mile.problems import Problem
 
@@ -70,6 +70,7 @@ def load_network(
     arch: str | None,
     num_classes: int,
     head_bias: HeadBias,
+    head_weight: HeadWeight = "normal",
     keep_head: str | None = None,
     head_from: int = 0,
 ) -> tuple[nn.Module, Card, LoadReport]:
@@ -80,13 +81,14 @@ def load_network(
             picks one of several trunks.
         arch: the network, where `init` does not say it; must agree where it does.
         num_classes: C.
-        head_bias: how the new head starts.
+        head_bias: how the new head's bias starts.
+        head_weight: how its weights start.
         keep_head: the name that the file gives its classifier; only then it is used.
         head_from: 1 keeps SimCLR-v2's first projection layer between trunk and head.
     """
     opened = open_trunk(init, arch=arch, head_from=head_from)
     network, report = opened.network, opened.report
-    new_head(network, num_classes, head_bias)
+    new_head(network, num_classes, head_bias, head_weight)
     if keep_head is None:
         report = replace(report, reset=(*report.reset, *head_names(network)))
         return network, opened.card, report
@@ -155,7 +157,9 @@ def open_contents(
     if keep:
         parts |= {n: t for n, t in adapted.tensors.items() if n.startswith("proj.")}
     if head_from and "proj.0.weight" not in parts:
-        raise Problem(f"{source} has no SimCLR-v2 projection head, so head_from 1 is not possible")
+        raise Problem(
+            f"{source} has no SimCLR-v2 projection head, so head_from 1 is not possible; say --set head_from=0"
+        )
     network = build_for(name, padding, parts.get("proj.0.weight"))
     check_fit(network, parts, source=source)
     reset = fill(network, parts, source=source)

@@ -17,6 +17,7 @@ from finetune_mile.learning.losses import LOSSES
 from finetune_mile.learning.optim import set_rate
 from finetune_mile.learning.phases import Given, Penalty, Phase, Pool, after, drawn
 from finetune_mile.learning.roles import Roles, State, copy_into, snapshot
+from finetune_mile.learning.stores import LabelStore
 from finetune_mile.learning.targets import given_matrix, make_targets
 from finetune_mile.problems import Problem
 
@@ -48,37 +49,6 @@ class StepRecord:
     images: int  # in this process
     labels: Tensor | None = None  # (3,): pseudo-labels, empty sets, given labels found; sums over the images
     ended: bool = False  # the phase ended with this step
-
-
-class LabelStore:
-    """Pseudo-labels of a whole pool, one row of bits an image: 1.28 million x 1,000 classes are 160 MB."""
-
-    def __init__(self, rows: Tensor, packed: Tensor, num_classes: int) -> None:
-        """Keep the labels.
-
-        Args:
-            rows: (N,) which row holds sample i; -1 = none.
-            packed: (M, ceil(C / 8)) uint8.
-            num_classes: C.
-        """
-        self.rows, self.packed, self.num_classes = rows, packed, num_classes
-
-    def __getitem__(self, index: Tensor) -> Tensor:
-        """Multi-hot rows (B, C) of samples (B,)."""
-        return unpack_bits(self.packed[self.rows[index]], self.num_classes)
-
-
-def pack_bits(labels: Tensor) -> Tensor:
-    """Multi-hot (B, C) to (B, ceil(C / 8)) bytes."""
-    padded: Tensor = nn.functional.pad(labels.bool(), (0, -labels.shape[1] % 8)).unflatten(1, (-1, 8))
-    powers = 2 ** torch.arange(8, device=labels.device, dtype=torch.uint8)
-    return (padded * powers).sum(2, dtype=torch.uint8)
-
-
-def unpack_bits(packed: Tensor, num_classes: int) -> Tensor:
-    """The inverse of `pack_bits`, as floats."""
-    bits = (packed.unsqueeze(2) >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
-    return bits.flatten(1)[:, :num_classes].float()
 
 
 class Average:

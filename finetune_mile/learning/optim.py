@@ -52,14 +52,15 @@ def parameter_groups(
             ]
             rate = head_lr if head and head_lr is not None else lr
             decay = weight_decay if decayed else 0.0
-            # LARS adapts matrices also where they do not decay, and never biases and norms.
+            # LARS adapts the trunk's matrices also where they do not decay, and never biases and norms; nor a new
+            # head that does not decay (as in SimCLR): adapted to its own tiny norm it would hardly learn.
             groups.append(
                 {
                     "params": members,
                     "lr": rate,
                     "base_lr": rate,
                     "weight_decay": decay,
-                    "always_adapt": decayed,
+                    "always_adapt": decayed and not head,
                 }
             )
     return [g for g in groups if g["params"]]

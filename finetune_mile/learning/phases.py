@@ -230,7 +230,12 @@ def noisy_student(
     pool: Pool,
 ) -> list[Phase]:
     """One interaction, then long imitations from fresh weights, each student the next teacher."""
-    lengths = _equal_parts(total_steps - interaction, generations, "noisy_student.generations")
+    if total_steps - interaction < generations:
+        raise Problem(
+            f"steps: {total_steps} do not hold an interaction of {interaction} and {generations} imitation"
+            f"{'s' if generations > 1 else ''}; raise --steps or lower interaction"
+        )
+    lengths = _equal_parts(total_steps - interaction, generations)
     phases = [
         Phase(
             name="interaction", generation=0, steps=interaction, start="init", becomes=("teacher",),
@@ -262,9 +267,7 @@ def distill(total_steps: int, *, targets: Targets, loss: Loss, pool: Pool) -> li
     ]  # fmt: skip
 
 
-def _equal_parts(steps: int, parts: int, field: str) -> list[int]:
-    if steps < parts:
-        raise Problem(f"{field}: {max(steps, 0)} steps are left for {parts} imitations; raise --steps")
+def _equal_parts(steps: int, parts: int) -> list[int]:
     return [steps // parts + (1 if i < steps % parts else 0) for i in range(parts)]
 
 

@@ -13,6 +13,7 @@ from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
 from finetune_mile.problems import Problem
 
 HeadBias = Literal["zero", "prior"]
+HeadWeight = Literal["normal", "zero"]
 
 
 def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
@@ -38,7 +39,7 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
     return network
 
 
-def new_head(network: nn.Module, num_classes: int, bias: HeadBias) -> None:
+def new_head(network: nn.Module, num_classes: int, bias: HeadBias, weight: HeadWeight = "normal") -> None:
     """Put a fresh linear classifier on a trunk, in place.
 
     Args:
@@ -46,6 +47,7 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias) -> None:
         num_classes: C.
         bias: `prior` starts every sigmoid at about 1 / C (bias -log C); `zero` starts it at one
         half.
+        weight: `normal` draws it with a standard deviation of 0.01; `zero` makes all logits equal.
     """
     if isinstance(network, ResNet):
         network.fc = nn.Linear(network.num_features, num_classes)
@@ -54,6 +56,8 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias) -> None:
     head = get_head(network)
     with torch.no_grad():
         head.weight.normal_(std=0.01)
+        if weight == "zero":
+            head.weight.zero_()
         head.bias.fill_(-math.log(num_classes) if bias == "prior" else 0.0)
 
 
