@@ -8,6 +8,8 @@ from finetune_mile.pricing.estimate import Counts, Estimate, count, estimate, wa
 from finetune_mile.pricing.scene import NetworkFacts, Scene, look_at_data, look_at_network
 from finetune_mile.recipe import Recipe
 
+MOST_AT_ONCE = 64  # images of a timed step; more are hardly faster each
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
@@ -42,7 +44,7 @@ def make_offer(recipe: Recipe, *, network: NetworkFacts | None = None, teacher: 
         teacher = look_at_network(recipe.teacher, None, network.size)
     from finetune_mile.pricing.timing import time_network, time_reading
 
-    share = max(recipe.batch_size // recipe.accumulate, 2)
+    share = max(min(recipe.batch_size // recipe.accumulate, MOST_AT_ONCE), 2)
     learner = time_network(
         network, classes=scene.classes, share=share, optimizer=recipe.optimizer.name, precision=recipe.precision
     )

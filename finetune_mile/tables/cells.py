@@ -131,7 +131,8 @@ def make_jobs(table: Table, runs: Path, over: Settings) -> list[Job]:
         for seed in table.seeds_of(block, row)
     ]
     known = set(keys)
-    jobs, wrong = [], []
+    jobs: list[Job] = []
+    wrong: list[str] = []
     for key in keys:
         try:
             jobs.append(_job(table, key, known, runs, over))

@@ -89,11 +89,11 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def hash_of(tree: Mapping[str, Any]) -> str:
-    """Twelve digits that change with any setting that can change a number, and with nothing else."""
+    """Eight digits that change with any setting that can change a number, and with nothing else."""
     kept = {k: v for k, v in tree.items() if k not in ASIDE and v is not None}
     for key in PLACES:
         if isinstance(kept.get(key), str):
             kind, colon, place = kept[key].partition(":")
             kept[key] = f"{kind}{colon}{Path(place).name}"
     text = json.dumps(kept, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

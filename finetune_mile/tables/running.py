@@ -49,7 +49,7 @@ def order_for(state: State, runs: Path, launch: str | None) -> Order:
     """The command that brings a run to its end: start it, go on with it, or replace it."""
     job = state.job
     arguments = job.arguments()
-    if state.status == "stale" or (state.status != "not run" and not state.info):
+    if state.replace:
         arguments.append("--overwrite")
     elif state.status in ("stopped", "failed"):
         arguments = ["--resume", job.folder.as_posix()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class State:
     why: str = ""  # of stale and failed
     info: Mapping[str, Any]  # run.json
     results: Mapping[str, float]  # results.json
+    replace: bool = False  # what is in the folder is of no use: it is overwritten
 
 
 def look(jobs: Sequence[Job], meanings: Sequence[Meaning], runs: Path) -> list[State]:
@@ -37,7 +39,7 @@ def look(jobs: Sequence[Job], meanings: Sequence[Meaning], runs: Path) -> list[S
         late = next((name for name, need in job.needs.items() if not done.get(need, False)), None)
         if state.status == "done" and late is not None:
             why = f"its {late} ({job.needs[late].cell}) is to be run again"
-            state = State(job=job, meaning=meaning, status="stale", why=why, info=state.info, results=state.results)
+            state = dataclasses.replace(state, status="stale", why=why, replace=True)
         done[job.key] = state.status == "done"
         states.append(state)
     return states
@@ -46,20 +48,22 @@ def look(jobs: Sequence[Job], meanings: Sequence[Meaning], runs: Path) -> list[S
 def _look_at(job: Job, meaning: Meaning, runs: Path) -> State:
     folder = job.folder
 
-    def state(status: Status, why: str = "") -> State:
-        return State(job=job, meaning=meaning, status=status, why=why, info=info, results=results)
+    def state(status: Status, why: str = "", *, replace: bool = False) -> State:
+        return State(job=job, meaning=meaning, status=status, why=why, info=info, results=results, replace=replace)
 
     info, results = _json(folder / "run.json"), _json(folder / "results.json")
     if not (folder / "recipe.yaml").is_file():
         return state("not run")
     other = differences(job, meaning, runs)
+    if info.get("status") == "failed":
+        error = str(info.get("error") or "no reason is known").splitlines()[-1]
+        return state("failed", error, replace=bool(other))
     if other:
-        return state("stale", "; ".join(other[:3]) + (f"; and {len(other) - 3} more" if len(other) > 3 else ""))
+        why = "; ".join(other[:3]) + (f"; and {len(other) - 3} more" if len(other) > 3 else "")
+        return state("stale", why, replace=True)
     if info.get("status") == "finished" and (results or job.verb != "run"):
         return state("done")
-    if info.get("status") == "failed":
-        return state("failed", str(info.get("error", "")).splitlines()[-1] if info.get("error") else "")
-    return state("stopped")
+    return state("stopped", replace=not info)
 
 
 def differences(job: Job, meaning: Meaning, runs: Path) -> list[str]:
