@@ -38,6 +38,7 @@ def resolve_all(jobs: Sequence[Job]) -> list[Meaning]:
     found = []
     for job in jobs:
         mark = json.dumps([job.verb, dict(job.settings)], default=str)
+        mark += f" {job.key.seed}" if "{seed}" in mark else ""
         if mark not in cache:
             try:
                 cache[mark] = _meaning(job)
@@ -75,7 +76,8 @@ def _meaning(job: Job) -> Meaning:
     recipe = resolved.recipe
     idle = {m.replace("-", "_") for m in get_args(Method) if m != recipe.method}  # blocks of other methods
     tree = dotted({k: v for k, v in recipe.model_dump(mode="json").items() if k not in idle})
-    return Meaning(tree=tree, hash=hash_of(tree), resolved=resolved, data_here=here)
+    of_seed = {k: v for k, v in job.settings.items() if k in tree and "{seed}" in str(v)}  # one hash for all seeds
+    return Meaning(tree=tree, hash=hash_of({**tree, **of_seed}), resolved=resolved, data_here=here)
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
