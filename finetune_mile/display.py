@@ -6,13 +6,15 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 PLAIN_SECONDS = 10.0  # without a terminal: a line this often
 
 CLOSING = (
     ("accuracy", "top-1 on the given label", "%"),
+    ("digit_accuracy", "top-1 among the digit classes", "%"),
+    ("colour_on_digits", "mean output of the colour shown", ""),
     ("real_acc", "top-1 is in the true set", "%"),
     ("f1@0.25", "F1 at threshold 0.25", "%"),
     ("f1@0.5", "F1 at threshold 0.5", "%"),
@@ -26,13 +28,14 @@ CLOSING = (
 class Display:
     """Progress on stderr; quiet on every process but the first."""
 
-    def __init__(self, total_steps: int, first_step: int, *, visible: bool) -> None:
+    def __init__(self, total_steps: int, first_step: int, *, visible: bool, unit: str = "generation") -> None:
         self.console = Console(stderr=True, quiet=not visible)
         self.total, self.visible = total_steps, visible
         self._bar: Progress | None = None
+        self._labels: TaskID | None = None
         if self.console.is_terminal and visible:
             self._bar = Progress(
-                TextColumn("[bold]{task.fields[phase]:<11}"), TextColumn("generation {task.fields[generation]}"),
+                TextColumn("[bold]{task.fields[phase]:<11}"), TextColumn(f"{unit} {{task.fields[generation]}}"),
                 BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]:,.0f} images/s"),
                 TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn(), console=self.console,
             )  # fmt: skip
@@ -89,6 +92,29 @@ class Display:
                 f"step {step}/{self.total}  {phase} {generation}  {speed:,.0f} images/s  loss {shown}  "
                 f"{pace * (self.total - step):.0f} s left"
             )
+
+    def labels(self, generation: int, done: int, images: int) -> None:
+        """A teacher has labelled `done` of the `images` of a pool."""
+        done = min(done, images)
+        if self._bar is not None:
+            if self._labels is None:
+                self._labels = self._bar.add_task(
+                    "", total=images, phase="labels", generation=generation, speed=0.0, loss="-"
+                )
+            speed = next(task.speed for task in self._bar.tasks if task.id == self._labels)
+            self._bar.update(self._labels, completed=done, speed=speed or 0.0)
+            if done == images:
+                self._bar.remove_task(self._labels)
+                self._labels = None
+        elif time.monotonic() - self._last > PLAIN_SECONDS:
+            self._last = time.monotonic()
+            self.say(f"labels of generation {generation}: {done:,} of {images:,} images")
+
+
+def wide_console() -> Console:
+    """For tables on stdout: as wide as the terminal, and wide enough where it goes to a file."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
 
 
 def closing_table(results: dict[str, float], title: str) -> Table:

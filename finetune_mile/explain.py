@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import yaml
+from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
@@ -18,14 +20,17 @@ if TYPE_CHECKING:
     from finetune_mile.session import Session
 
 SHOWN_PHASES = 8
+PIPED_WIDTH = 240  # columns where no terminal says how many there are: a setting is a line
 
 
 def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport, *, full: bool) -> None:
     """Print the run: a few lines, or with `full` also every setting and the first phases."""
     out = Console(stderr=not full, highlight=False, soft_wrap=True)
+    if full and not out.is_terminal:
+        out.width = max(out.width, PIPED_WIDTH)
     recipe, world = session.recipe, session.accelerator.num_processes
     if full:
-        out.print(_settings(resolved))
+        out.print(settings_table(resolved.recipe, resolved.said_by, resolved.sources))
         out.print(_phases(plan.phases))
         steps = trace(plan.phases)
         out.print(f"trace   {_runs(steps[:400])}{' ...' if len(steps) > 400 else ''}")
@@ -60,23 +65,25 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def _settings(resolved: Resolved) -> Table:
+def settings_table(recipe: BaseModel, said_by: Mapping[str, str], sources: Mapping[str, str]) -> Table:
+    """Every setting, its value, who said so, and where it is from."""
     table = Table(
         "setting",
         "value",
         "said by",
+        "source",
         title="recipe",
         title_justify="left",
         box=None,
         pad_edge=False,
     )
-    tree = resolved.recipe.model_dump(mode="json")
+    tree = recipe.model_dump(mode="json")
     for key, value in tree.items():
         inner = value.items() if isinstance(value, dict) else [(None, value)]
         for sub, leaf in inner:
             dotted = key if sub is None else f"{key}.{sub}"
             shown = yaml.safe_dump(leaf, default_flow_style=True).removesuffix("...\n").strip()
-            table.add_row(dotted, shown, resolved.said_by.get(dotted, "schema"))
+            table.add_row(dotted, shown, said_by.get(dotted, "schema"), sources.get(dotted, ""))
     return table
 
 
@@ -93,7 +100,7 @@ def _phases(phases: tuple[Phase, ...]) -> Table:
             p.start,
             ", ".join(p.becomes),
             p.targets,
-            p.loss,
+            p.loss if p.penalty is None else f"{p.loss} + {p.penalty.weight:g} {p.penalty.kind}",
             p.pool,
         )
         table.add_row(*(str(c) for c in cells))

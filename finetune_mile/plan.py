@@ -16,7 +16,7 @@ from finetune_mile.learning.phases import (
     in_steps,
 )
 from finetune_mile.problems import Problem
-from finetune_mile.recipe import Imitation, Recipe
+from finetune_mile.recipe import LABELS_ALONE, Imitation, Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,18 @@ def make_plan(recipe: Recipe, *, labelled: int, pool_sizes: dict[Pool, int]) -> 
     pool: Pool = "labelled" if recipe.semi == "none" else recipe.semi
     if pool_sizes[pool] == 0:
         raise Problem(f"--semi {pool}: there are no such images at --fraction {recipe.fraction:g}; lower the fraction")
+    if recipe.labelled_share is not None:
+        pool = "all"  # labelled and unlabelled images, in their shares
+        if pool_sizes["unlabelled"] == 0:
+            raise Problem(
+                f"labelled_share {recipe.labelled_share:g}: there are no unlabelled images to share a batch with at "
+                f"--fraction {recipe.fraction:g}; lower the fraction"
+            )
+        if not 0 < labelled_per_batch(recipe) < recipe.batch_size:
+            raise Problem(
+                f"labelled_share {recipe.labelled_share:g}: of a batch of {recipe.batch_size} that leaves no labelled "
+                "or no unlabelled image; take a share nearer to 0.5 or a larger --batch-size"
+            )
     knobs: dict[str, object] = {}
     match recipe.method:
         case "softmax":
@@ -64,6 +76,11 @@ def make_plan(recipe: Recipe, *, labelled: int, pool_sizes: dict[Pool, int]) -> 
             knobs = {"loss": "bce"}
         case "mile":
             knobs = _mile_knobs(recipe, bare, pool)
+        case "irm" | "rex":
+            penalty = recipe.irm if recipe.method == "irm" else recipe.rex
+            assert penalty is not None
+            knobs = {"kind": recipe.method, "weight": penalty.weight, "anneal": bare.steps(penalty.anneal)}
+            knobs["anneal_weight"] = penalty.anneal_weight
         case "noisy-student" | "self-distill" | "distill":
             block = recipe.imitation
             knobs = {"targets": _targets(block), "loss": block.loss, "pool": pool}
@@ -83,7 +100,7 @@ def _mile_knobs(recipe: Recipe, bare: Plan, pool: Pool) -> dict[str, object]:
     if mile.rho == "auto":
         assert recipe.auto is not None
         how = recipe.auto
-        targets = Auto(beta=how.beta, ce=how.ce, gate=how.gate, v_min=how.v_min, g_min=how.g_min)
+        targets = Auto(**how.model_dump(include={"beta", "ce", "teacher", "gate", "v_min", "g_min"}))
     elif mile.targets == "threshold":
         targets = Threshold(rho=mile.rho, union=mile.union, empty=mile.empty)
     else:
@@ -111,10 +128,14 @@ def _targets(block: Imitation) -> Targets:
 
 def labels_once_per_cycle(recipe: Recipe) -> bool:
     """Are pseudo-labels made once per generation on the plain images, instead of per batch?"""
-    if recipe.method in ("softmax", "sigmoid"):
+    if recipe.method in LABELS_ALONE:
         return False
     block = recipe.mile if recipe.method == "mile" else recipe.imitation
     assert block is not None
-    if block.pseudo_labels == "cycle" and block.targets == "soft":
-        raise Problem("pseudo_labels: cycle keeps hard labels as bits; with targets: soft use pseudo_labels: batch")
     return block.pseudo_labels == "cycle"
+
+
+def labelled_per_batch(recipe: Recipe) -> int:
+    """Labelled images in each batch of an imitation that has a labelled share."""
+    assert recipe.labelled_share is not None
+    return round(recipe.labelled_share * recipe.batch_size)

@@ -11,12 +11,14 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 
-from finetune_mile.checkpoints.cards import check_init
+from finetune_mile.checkpoints.cards import check_init, check_teacher
+from finetune_mile.checkpoints.locating import fetch_card
 from finetune_mile.flags import given_settings, parse
 from finetune_mile.images.checks import check_split, check_truth
 from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.plan import make_plan
 from finetune_mile.problems import Problem
+from finetune_mile.recipe import OVER_ENVIRONMENTS
 from finetune_mile.runlog import RunFolder, check_free, next_folder
 from finetune_mile.settings import Resolved, check, read_yaml, resolve
 
@@ -34,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
-    """All that can be checked before torch is imported; nothing is written."""
+    """All that can be checked before torch is imported; no run folder is written."""
     if options.resume is not None:
         path = options.resume / "recipe.yaml"
         if not path.is_file():
@@ -43,12 +45,14 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
     resolved = resolve(given_settings(options), options.sets)
     split_name(resolved.recipe.data)
     check_init(resolved.recipe.init)
+    check_teacher(resolved.recipe.teacher)
     if resolved.recipe.split is not None:
         check_split(resolved.recipe.split)
     if resolved.recipe.truth is not None:
         check_truth(resolved.recipe.truth)
     path = options.out or next_folder(Path("runs"), resolved.path.stem)
     check_free(path, options.overwrite)
+    fetch_card(resolved.recipe.init)
     return resolved, path
 
 
@@ -56,6 +60,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     """The run itself; from here on torch is needed."""
     from finetune_mile import devices
     from finetune_mile.checkpoints.loading import load_network
+    from finetune_mile.checkpoints.teachers import load_teacher
     from finetune_mile.explain import explain
     from finetune_mile.images.bad_images import BadImages
     from finetune_mile.images.pools import hold_out, make_pools
@@ -71,6 +76,9 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     data = load_data(recipe.data)
     if recipe.truth is not None:
         data = with_truth(data, recipe.truth)
+    if recipe.method in OVER_ENVIRONMENTS and data.train.environment is None:
+        raise Problem(f"--method {recipe.method} needs images from several environments, such as colored-mnist:DIR; "
+                      f"--data {recipe.data} has none")  # fmt: skip
     chosen = choose(data.train.ids, len(data.classes), recipe.fraction, recipe.split)
     pools = hold_out(make_pools(data.train, recipe.fraction, recipe.seed, chosen), recipe.calibration, recipe.seed)
     plan = make_plan(
@@ -82,11 +90,13 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         arch=recipe.arch,
         num_classes=len(data.classes),
         head_bias=recipe.head_bias,
+        head_weight=recipe.head_weight,
         keep_head=recipe.keep_head,
         head_from=recipe.head_from,
     )
-    own = {"size": recipe.size, "crop": recipe.crop}
+    own = {"size": recipe.size, "crop": recipe.crop, "mean": recipe.mean, "std": recipe.std}
     how = card.preprocess.model_copy(update={key: value for key, value in own.items() if value is not None})
+    teacher = None if recipe.teacher is None else load_teacher(recipe.teacher, classes=data.classes, seen=how)
     recipe = recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, "precision": precision})
     with Signals() as signals:
         session = Session(
@@ -98,7 +108,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         if options.explain:
             return 0
         folder = RunFolder.reopen(path) if options.resume else open_folder(session, path, report, options.overwrite)
-        return play(session, plan, network, folder, signals)
+        return play(session, plan, network, teacher, folder, signals)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from finetune_mile.checkpoints.cards import Card, Preprocess
 from finetune_mile.images.bad_images import BadImages
 from finetune_mile.images.imageset import Data, ImageSet
-from finetune_mile.images.order import Order, micro_batches
+from finetune_mile.images.order import Mixture, Order, micro_batches
 from finetune_mile.images.pipeline import (
     Augmentation,
     Batch,
@@ -27,13 +27,13 @@ from finetune_mile.images.pools import Pools, balanced_weights
 from finetune_mile.images.subsets import Indices
 from finetune_mile.learning.auto import Verdict
 from finetune_mile.learning.gate import Gate
-from finetune_mile.learning.loop import LabelStore, Loop, pack_bits
+from finetune_mile.learning.loop import Loop
 from finetune_mile.learning.phases import Phase, Pool
 from finetune_mile.learning.roles import Roles
-from finetune_mile.learning.targets import make_targets
+from finetune_mile.learning.stores import LabelStore
 from finetune_mile.measures.evaluation import predict, score
 from finetune_mile.measures.generations import pick_probe
-from finetune_mile.plan import labels_once_per_cycle
+from finetune_mile.plan import labelled_per_batch
 from finetune_mile.problems import Problem
 from finetune_mile.recipe import Recipe
 
@@ -72,6 +72,20 @@ class Session:
         mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (self.how.mean, self.how.std))
         return normalise(images.to(device, non_blocking=True), mean, std)
 
+    def order(self, pool: Pool) -> Order | Mixture:
+        """The walk over a pool; over all images with a labelled share it is two walks, woven."""
+        recipe = self.recipe
+
+        def walk(members: Pool, number: Pool) -> Order:
+            return Order(self.pools.indices[members], len(POOLS) * recipe.seed + POOLS.index(number))
+
+        if pool != "all" or recipe.labelled_share is None:
+            return walk(pool, pool)
+        return Mixture(
+            walk("labelled", "all"), walk("unlabelled", "unlabelled"),
+            some=labelled_per_batch(recipe), of=recipe.batch_size,
+        )  # fmt: skip
+
     def feed(self, pool: Pool, first_step: int) -> Iterator[Batch]:
         """This process's parts of the batches of a pool, from a step of that pool on, without end."""
         recipe, augment = self.recipe, self.recipe.augment
@@ -81,27 +95,29 @@ class Session:
             self.pools.images, self.how, augmentation, recipe.seed, pool=members,
             on_bad=partial(self.bad.add, "train", self.pools.images.ids),
         )  # fmt: skip
-        order = Order(members, len(POOLS) * recipe.seed + POOLS.index(pool))
+        order = self.order(pool)
         keys = micro_batches(
             order, first_step=first_step, batch_size=recipe.batch_size, accumulate=recipe.accumulate,
             rank=self.accelerator.process_index, world=self.accelerator.num_processes,
         )  # fmt: skip
         return batches(views, keys, workers=self.workers, pin=self.accelerator.device.type == "cuda")
 
-    def logits(self, network: nn.Module, images: ImageSet, indices: Indices) -> Tensor:
+    def logits(
+        self, network: nn.Module, images: ImageSet, indices: Indices, tick: Callable[[], None] | None = None
+    ) -> Tensor:
         """A bare network's logits (n, C) on the plain view of some images; NaN for those that cannot be read."""
         split = "val" if images is self.data.val else "train"
         views = Views(images, self.how, None, self.recipe.seed, on_bad=partial(self.bad.add, split, images.ids))
         share = max(self.recipe.batch_size // self.accelerator.num_processes, 1)
         logits = predict(
             self.accelerator, network, views, indices, self.prepare,
-            batch_size=share, workers=self.workers, tick=self.tick,
+            batch_size=share, workers=self.workers, tick=tick or self.tick,
         )  # fmt: skip
         bad = torch.from_numpy(np.isin(indices, list(views.bad))).to(self.accelerator.device)
         bad = self.accelerator.reduce(bad.int(), reduction="sum").cpu() > 0  # each process knows its own
-        if bool(logits[~bad].isnan().all(1).any()):  # must not pass for bad images
+        if bool((logits.isnan().all(1) & ~bad).any()):  # must not pass for bad images
             raise Problem("the network's outputs are not numbers any more; lower --lr, or set optimizer.clip")
-        return logits.masked_fill(bad.unsqueeze(1), torch.nan)
+        return logits.masked_fill_(bad.unsqueeze(1), torch.nan)
 
     def evaluate(self, network: nn.Module, limit: int | None) -> dict[str, float]:
         """Scores on the validation images, or on `limit` of them."""
@@ -116,6 +132,9 @@ class Session:
             prediction_set=self.recipe.evaluate.prediction_set, rho=self.recipe.rho,
             main=None if val.main is None else val.main[picked],
         )  # fmt: skip
+        if self.data.extra_scores is not None:
+            chances = logits.sigmoid() if self.recipe.activation == "sigmoid" else logits.softmax(1)
+            found |= self.data.extra_scores(chances, picked)
         return found if bool(good.all()) else found | {"bad_images": float((~good).sum())}
 
     def probe(self, network: nn.Module) -> tuple[Tensor, Tensor]:
@@ -140,25 +159,12 @@ class Session:
         given = self.pools.images.given
         return Gate(roles, self.calibrate, torch.bincount(given[given >= 0], minlength=self.num_classes), tell)
 
-    def label_pool(self, roles: Roles) -> Callable[[Phase], LabelStore]:
-        """A function that lets the teacher label a phase's whole pool, on plain views, a block at a time."""
+    def loop(self, label_pool: Callable[[Phase], LabelStore] | None) -> Loop:
+        """Everything that the loop is told once.
 
-        def label(phase: Phase) -> LabelStore:
-            assert roles.teacher is not None
-            pool = self.pools.indices[phase.pool]
-            rows = torch.full((len(self.pools.images),), -1)
-            rows[torch.from_numpy(pool)] = torch.arange(len(pool))
-            packed = []
-            for block in np.array_split(pool, -(-len(pool) // 65536)):
-                logits = self.logits(roles.teacher, self.pools.images, block)
-                none = torch.full((len(block),), -1)  # the union with given labels is made per batch
-                packed.append(pack_bits(make_targets(phase.targets, none, logits, self.num_classes, phase.loss)))
-            return LabelStore(rows, torch.cat(packed), self.num_classes)
-
-        return label
-
-    def loop(self, roles: Roles) -> Loop:
-        """Everything that the loop is told once."""
+        Args:
+            label_pool: lets the teacher label the pool of a phase; None: it labels batch by batch.
+        """
         recipe = self.recipe
         parts = self.accelerator.num_processes * recipe.accumulate
         if recipe.batch_size % parts:
@@ -168,8 +174,8 @@ class Session:
             weights = balanced_weights(self.pools.images.given, self.num_classes).to(self.accelerator.device)
         return Loop(
             num_classes=self.num_classes, accumulate=recipe.accumulate, clip=recipe.optimizer.clip,
-            reset_optimizer=recipe.mile is not None and recipe.method == "mile"
-            and recipe.mile.optimizer_state == "reset",
+            reset_optimizer=recipe.optimizer_state == "reset",
             class_weights=weights, prepare=self.prepare, feed=self.feed,
-            label_pool=self.label_pool(roles) if labels_once_per_cycle(recipe) else None,
+            label_pool=label_pool,
+            environment=self.pools.images.environment,
         )  # fmt: skip

@@ -5,16 +5,21 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from finetune_mile.checkpoints.families import family_of
+from finetune_mile.layers import Merged, find_recipe, layers_of, put, put_together, read_yaml
 from finetune_mile.places import shipped
 from finetune_mile.problems import Problem
-from finetune_mile.recipe import VARIANTS, Recipe
+from finetune_mile.recipe import LABELS_ALONE, VARIANTS, Recipe
+
+Model = TypeVar("Model", bound=BaseModel)
+__all__ = ["Resolved", "check", "choose_recipe", "find_imagenet", "find_recipe", "read_yaml", "resolve", "to_yaml"]
 
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
 FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr"}
@@ -22,12 +27,13 @@ FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """A checked recipe, the file it came from, and for each setting who said it."""
+    """A checked recipe, the file it came from, and for each setting who said it and where its value is from."""
 
     recipe: Recipe
     path: Path
     why: str
     said_by: Mapping[str, str]
+    sources: Mapping[str, str]
 
 
 def choose_recipe(flags: Mapping[str, Any]) -> tuple[Path, str]:
@@ -38,19 +44,19 @@ def choose_recipe(flags: Mapping[str, Any]) -> tuple[Path, str]:
     data, init = flags.get("data"), flags.get("init")
     if (data or "").partition(":")[0] == "demo" or (data is None and init in (None, "none", "simclr-demo")):
         return shipped("recipes") / "demo.yaml", "no --data and no --init: the demo"
+    family = family_of(str(init)) if init is not None and is_imagenet(data) else None
+    if family is not None:
+        names = [f"{family.method}-large", family.method] if family.large else [family.method]
+        for path in (shipped("recipes") / "ssl" / f"{name}.yaml" for name in names):
+            if path.is_file():
+                return path, f"no --recipe: {family.method} weights on ImageNet"
     return shipped("recipes") / "finetune.yaml", "no --recipe: fine-tuning on your images"
 
 
-def find_recipe(name: str) -> Path:
-    """A recipe by path, or by its name below recipes/ with or without the ending."""
-    folder = shipped("recipes")
-    for path in (Path(name), folder / name, folder / f"{name}.yaml"):
-        if path.is_file():
-            return path
-    found = [p.relative_to(folder) for p in sorted(folder.rglob("*.yaml"))]
-    names = [str(p.with_suffix("")) for p in found if p.parts[0] != "splits"]
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:5]
-    raise Problem(f"--recipe {name}: no such file or recipe; there are {', '.join(near)}")
+def is_imagenet(data: str | None) -> bool:
+    """Is --data ImageNet? Nothing beside a paper's --init is."""
+    scheme, _, where = (data or "imagenet").partition(":")
+    return scheme == "imagenet" or (scheme == "hf" and any(n in where.lower() for n in ("imagenet-1k", "ilsvrc")))
 
 
 def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
@@ -64,55 +70,73 @@ def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
     tree = read_yaml(path)
     given = {k: v for k, v in flags.items() if v is not None and k != "recipe"}
     if "data" not in given and path == shipped("recipes") / "finetune.yaml":
-        given["data"] = find_imagenet()
-    return check(tree, given, sets, path, why)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds a mapping."""
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise Problem(f"recipe {path}: cannot be read ({error})") from error
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" at line {where.line + 1}" if where is not None else ""
-        raise Problem(f"recipe {path}: is not YAML{line} ({getattr(error, 'problem', error)})") from error
-    if not isinstance(tree, dict):
-        raise Problem(f"recipe {path}: must be a mapping of settings, found {type(tree).__name__}")
-    return tree
+        given["data"] = "imagenet"
+    resolved = check(tree, given, sets, path, why)
+    if resolved.recipe.data != "imagenet":
+        return resolved
+    place, who = find_imagenet()
+    recipe = resolved.recipe.model_copy(update={"data": place})
+    return replace(resolved, recipe=recipe, said_by={**resolved.said_by, "data": who})
 
 
 def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path: Path, why: str) -> Resolved:
     """Put the layers on top of each other and validate once."""
-    said_by = dict.fromkeys(_paths(tree), "recipe")
     wrong: list[str] = []
-    over = _flag_settings(given, sets, tree, wrong)
-    for dotted, (value, speaker) in over.items():
-        _put(tree, dotted, value)
-        said_by[dotted] = speaker
+    layers = layers_of(tree, path)
+    plain = put_together(layers, None).tree
+    over = _flag_settings(given, plain, wrong) | set_settings(sets, wrong)
+    fraction, _ = over.get("fraction", (plain.get("fraction"), ""))
+    merged = put_together(layers, _share(fraction))
+    put_flags(merged, over)
     if {"steps", "epochs"} <= given.keys():
         wrong.append("--steps and --epochs: give one of them")
     elif "steps" in over or "epochs" in over:
-        tree.pop("epochs" if "steps" in over else "steps", None)
-    variant = tree.get("variant")
+        merged.forget("epochs" if "steps" in over else "steps")
+    _put_variant(merged)
+    recipe = validated(Recipe, merged, path, wrong)
+    return Resolved(recipe=recipe, path=path, why=why, said_by=merged.said_by, sources=merged.sources)
+
+
+def _share(fraction: object) -> float | None:
+    """The run's fraction as a number; what is none is told when the whole is validated."""
+    try:
+        share = float(str(fraction))
+    except ValueError:
+        return None
+    return share if 0 < share <= 1 else None
+
+
+def put_flags(merged: Merged, over: Mapping[str, tuple[Any, str]]) -> None:
+    """Put (value, speaker) by dotted key on top."""
+    for dotted, (value, speaker) in over.items():
+        put(merged.tree, dotted, value)
+        merged.said_by[dotted] = speaker
+        for known in [k for k in merged.sources if k == dotted or k.startswith(f"{dotted}.")]:
+            del merged.sources[known]
+
+
+def _put_variant(merged: Merged) -> None:
+    """The variant's column, for what nobody has said."""
+    variant = merged.tree.get("variant")
     for dotted, value in VARIANTS.get(variant, {}).items() if isinstance(variant, str) else ():
         block = dotted.rpartition(".")[0]
-        if dotted not in said_by and (not block or isinstance(tree.get(block), dict)):
-            _put(tree, dotted, value)
-            said_by[dotted] = f"variant {variant}"
+        if dotted not in merged.said_by and (not block or isinstance(merged.tree.get(block), dict)):
+            put(merged.tree, dotted, value)
+            merged.said_by[dotted] = f"variant {variant}"
+
+
+def validated(model: type[Model], merged: Merged, path: Path, wrong: list[str]) -> Model:
+    """The checked settings, or a `Problem` with what is wrong with them after what was `wrong` already."""
     try:
-        recipe = Recipe.model_validate(tree)
+        recipe = model.model_validate(merged.tree)
     except ValidationError as error:
-        wrong += explain(error, path, said_by)
+        raise Problem(*wrong, *explain(error, path, merged, model)) from error
     if wrong:
         raise Problem(*wrong)
-    return Resolved(recipe=recipe, path=path, why=why, said_by=said_by)
+    return recipe
 
 
-def _flag_settings(
-    given: Mapping[str, Any], sets: list[str], tree: dict[str, Any], wrong: list[str]
-) -> dict[str, tuple[Any, str]]:
+def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[str]) -> dict[str, tuple[Any, str]]:
     method = str(given.get("method", tree.get("method")))
     over: dict[str, tuple[Any, str]] = {}
     for key, value in given.items():
@@ -122,10 +146,16 @@ def _flag_settings(
             dotted = f"{method.replace('-', '_')}.rho"
         if key in ("k_t", "k_s") and method != "mile":
             wrong.append(f"{flag} belongs to --method mile, and the method is {method}")
-        elif key == "rho" and method in ("softmax", "sigmoid"):
+        elif key == "rho" and method in LABELS_ALONE:
             wrong.append(f"{flag} belongs to a method with a teacher, and the method is {method}")
         else:
             over[dotted] = (value, flag)
+    return over
+
+
+def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]]:
+    """`--set KEY=VALUE` arguments by dotted key, with who said them; what cannot be read goes into `wrong`."""
+    over: dict[str, tuple[Any, str]] = {}
     for pair in sets:
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
@@ -139,34 +169,19 @@ def _flag_settings(
     return over
 
 
-def _paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key, value in tree.items():
-        found += _paths(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
-    return found
-
-
-def _put(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    *blocks, last = dotted.split(".")
-    for block in blocks:
-        inner = tree.get(block)
-        tree[block] = inner if isinstance(inner, dict) else {}
-        tree = tree[block]
-    tree[last] = value
-
-
 # ---------------------------------------------------------------------------------- errors in words
 
 
-def explain(error: ValidationError, path: Path, said_by: Mapping[str, str]) -> list[str]:
+def explain(error: ValidationError, path: Path, merged: Merged, model: type[BaseModel] = Recipe) -> list[str]:
     """Each of pydantic's complaints as a sentence that names the flag or the key."""
     sentences: list[str] = []
     for item in error.errors():
         dotted = ".".join(str(part) for part in item["loc"] if not _is_union_branch(part))
-        speaker = said_by.get(dotted, "recipe")
-        where = f"recipe {path.name}: {dotted}" if not speaker.startswith("--") else speaker
+        speaker = merged.said_by.get(dotted, "recipe")
+        place = merged.places.get(dotted, f"recipe {path.name}: ")
+        where = speaker if speaker.startswith("--") else f"{place}{dotted}"
         if item["type"] == "extra_forbidden":
-            sentence = f"{where}: unknown key{_nearest(dotted)}"
+            sentence = f"{where}: unknown key{_nearest(dotted, model)}"
         elif item["type"] == "missing":
             sentence = f"recipe {path.name}: {dotted} is missing, and nothing else says it"
         else:
@@ -183,35 +198,34 @@ def _is_union_branch(part: object) -> bool:
     return isinstance(part, str) and ("[" in part or part in ("int", "str", "float"))
 
 
-def _nearest(dotted: str) -> str:
+def _nearest(dotted: str, model: type[BaseModel]) -> str:
     block, _, key = dotted.rpartition(".")
-    model: type[BaseModel] = Recipe
-    if block in Recipe.model_fields:
-        annotation = Recipe.model_fields[block].annotation
+    if block in model.model_fields:
+        annotation = model.model_fields[block].annotation
         options = [annotation, *get_args(annotation)]
         model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
     near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(model.model_fields)}"
 
 
-def to_yaml(recipe: Recipe) -> str:
+def to_yaml(recipe: BaseModel) -> str:
     """The whole recipe, every value spelled out, so that it runs again as it is."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def find_imagenet() -> str:
-    """ImageNet on this machine, as --data: IMAGENET_DIR, else data/imagenet, else the hub's copy in the local cache."""
+def find_imagenet() -> tuple[str, str]:
+    """ImageNet on this machine as --data, and who says so: IMAGENET_DIR, data/imagenet, or the hub's local cache."""
     place = os.environ.get("IMAGENET_DIR")
     if place and not Path(place).is_dir():
         raise Problem(f"IMAGENET_DIR is {place}, and there is no such directory")
-    for folder in (place, "data/imagenet"):
+    for folder, who in ((place, "IMAGENET_DIR"), ("data/imagenet", "data/imagenet")):
         if folder and Path(folder).is_dir():
-            return f"imagenet:{folder}"
+            return f"imagenet:{folder}", who
     hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface")) / "hub/datasets--ILSVRC--imagenet-1k"
     if hub.is_dir():
-        return "hf:ILSVRC/imagenet-1k"
+        return "hf:ILSVRC/imagenet-1k", "the hub's cache"
     raise Problem(
-        "no --data, so ImageNet is meant, and it was not found: set IMAGENET_DIR to its folder, or put it into "
+        "ImageNet is meant, and it was not found: set IMAGENET_DIR to its folder, or put it into "
         "data/imagenet, or download the hub's ILSVRC/imagenet-1k into the local cache; for your own images say "
         "--data folder:DIR"
     )

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import LoadReport
-from finetune_mile.checkpoints.teachers import load_teacher
 from finetune_mile.display import Display, closing_table
+from finetune_mile.labelling import pool_labeller
 from finetune_mile.learning import saving
 from finetune_mile.learning.loop import Average, train
 from finetune_mile.learning.optim import make_optimizer, parameter_groups, rate_at
@@ -21,12 +21,12 @@ from finetune_mile.learning.roles import Roles, copy_into
 from finetune_mile.outcome import same_on_every_process, write_labels
 from finetune_mile.pages.model_card import model_card
 from finetune_mile.pages.report import gallery_images, write_report
-from finetune_mile.plan import Plan
+from finetune_mile.plan import Plan, labels_once_per_cycle
 from finetune_mile.problems import Problem
 from finetune_mile.runlog import RunFolder, environment, whole_file, write_json
 from finetune_mile.session import Session
 from finetune_mile.settings import to_yaml
-from finetune_mile.watch import Signals, Stopped, Watch
+from finetune_mile.watch import Signals, Watch, recorded
 
 
 def open_folder(session: Session, path: Path, report: LoadReport, overwrite: bool) -> RunFolder:
@@ -45,50 +45,27 @@ def open_folder(session: Session, path: Path, report: LoadReport, overwrite: boo
     return folder
 
 
-def play(session: Session, plan: Plan, network: nn.Module, folder: RunFolder, signals: Signals) -> int:
+def play(
+    session: Session, plan: Plan, network: nn.Module, teacher: nn.Module | None, folder: RunFolder, signals: Signals
+) -> int:
     """Train what is left, then finish; returns the exit code."""
-    accelerator = session.accelerator
-    if folder.info.get("status") == "finished" and (folder.path / "results.json").is_file():
-        accelerator.print(f"{folder.path} is finished; its results are in results.json")
-        return 0
-    record = folder.update if accelerator.is_main_process else _nobody
-    try:
-        record(status="running")
-        learner, watch = _train(session, plan, network, folder, signals)
+
+    def work() -> dict[str, object]:
+        learner, watch = _train(session, plan, network, teacher, folder, signals)
         _finish(session, learner, folder)
-        speed = round(watch.images_seen / watch.busy_seconds, 1) if watch.busy_seconds else None
-        record(status="finished", images_per_second=speed)
-    except Stopped as stopped:
-        record(status="stopped", signal=str(stopped))
-        accelerator.print(f"stopped; go on with --resume {folder.path}")
-        return 128 + stopped.signum
-    except Problem as problem:
-        record(status="failed", error=str(problem))
-        raise
-    except BaseException as error:
-        record(status="failed", error=repr(error))
-        raise
-    accelerator.end_training()
-    return 0
+        return {"images_per_second": round(watch.images_seen / watch.busy_seconds, 1) if watch.busy_seconds else None}
 
-
-def _nobody(**facts: object) -> None:
-    """Other processes than the first record nothing."""
-    del facts
+    return recorded(session.accelerator, folder, work)
 
 
 def _train(
-    session: Session, plan: Plan, network: nn.Module, folder: RunFolder, signals: Signals
+    session: Session, plan: Plan, network: nn.Module, teacher: nn.Module | None, folder: RunFolder, signals: Signals
 ) -> tuple[nn.Module, Watch]:
     recipe, accelerator, settings = session.recipe, session.accelerator, session.recipe.optimizer
     if recipe.sync_batch_norm and accelerator.num_processes > 1:
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
     network.to(accelerator.device)
-    teacher = None
-    if recipe.teacher is not None:
-        teacher = load_teacher(recipe.teacher, classes=session.data.classes, seen=session.how)
-        teacher.to(accelerator.device)
-    roles = Roles(network, plan.phases, teacher)
+    roles = Roles(network, plan.phases, None if teacher is None else teacher.to(accelerator.device))
     groups = parameter_groups(network, lr=settings.lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay)
     bare = make_optimizer(settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov)
     wrapped, optimizer = accelerator.prepare(network, bare)
@@ -130,7 +107,10 @@ def _train(
         )  # fmt: skip
         if content is not None:
             watch.resume(step, content["extra"])
-        loop = dataclasses.replace(session.loop(roles), gate=gate)
+        label_pool = None
+        if labels_once_per_cycle(recipe):
+            label_pool = pool_labeller(session, roles, folder.path, display.labels)
+        loop = dataclasses.replace(session.loop(label_pool), gate=gate)
         train(
             accelerator, wrapped, roles, plan.phases, optimizer, rate_of(session, plan), loop,
             average=average, first_step=step, on_step=watch,

@@ -159,6 +159,12 @@ def split_init(init: str) -> tuple[str, str | None]:
     return where, prefix or None
 
 
+def check_teacher(teacher: str | None) -> None:
+    """Refuse, before torch is loaded, a teacher that is not there."""
+    if teacher is not None and not Path(teacher.partition("::")[0]).exists():
+        raise Problem(f"--teacher {teacher}: there is no such run folder or file")
+
+
 def check_init(init: str) -> None:
     """Refuse, before torch is loaded, what cannot work: unknown names, missing files."""
     where, _ = split_init(init)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -64,7 +65,7 @@ def fetch(card: Card) -> Path:
 
     with FileLock(folder / ".lock"):  # several processes of one run ask at once; one of them fetches
         for remote in card.remote():
-            _fetch_file(remote, folder)
+            _fetch_file(remote, folder, [other for other in card.remote() if not (folder / other.name).is_file()])
         if card.unpack and not (folder / card.file).is_file():
             _unpack(folder / card.remote()[0].name, card.unpack, folder)
     if not (folder / card.file).is_file():
@@ -72,7 +73,7 @@ def fetch(card: Card) -> Path:
     return folder / card.file
 
 
-def _fetch_file(remote: RemoteFile, folder: Path) -> None:
+def _fetch_file(remote: RemoteFile, folder: Path, missing: list[RemoteFile]) -> None:
     target = folder / remote.name
     if target.is_file():
         if not _unchanged(target):
@@ -93,13 +94,13 @@ def _fetch_file(remote: RemoteFile, folder: Path) -> None:
             part.unlink(missing_ok=True)
             reasons.append(f"{url}: {error}")
         except _NETWORK as error:
-            reasons.append(f"{url}: {getattr(error, 'reason', None) or error}")
+            where = f"{url}: " if len(remote.urls) > 1 else ""
+            reasons.append(f"{where}{getattr(error, 'reason', None) or error}")
         else:
             return
-    raise Problem(
-        f"{remote.name} could not be fetched ({'; '.join(reasons)}). Fetch {remote.urls[0]} "
-        f"elsewhere and put it at {target}"
-    )
+    urls = " and ".join(other.urls[0] for other in missing)
+    there = f"put it at {target}" if len(missing) == 1 else f"put both into {folder}"
+    raise Problem(f"{remote.name} could not be fetched ({'; '.join(reasons)}); fetch {urls} elsewhere and {there}")
 
 
 # ------------------------------------------------------------------------------------ the transfer
@@ -135,8 +136,9 @@ def _download(url: str, part: Path, remote: RemoteFile) -> None:
             if error.code != 416 or not before:
                 raise
             part.unlink()  # longer than what the server has: start anew
-        except _NETWORK:
-            if failures >= _TRIES:
+        except _NETWORK as error:
+            offline = isinstance(getattr(error, "reason", None), socket.gaierror) and not before
+            if failures >= _TRIES or offline:
                 raise
         after = part.stat().st_size if part.exists() else 0
         failures, pause = (0, _PAUSE) if after > before else (failures + 1, 2 * pause)

@@ -28,7 +28,7 @@ from finetune_mile.checkpoints.fitting import (
 from finetune_mile.checkpoints.locating import Located, locate
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
-from finetune_mile.networks.heads import HeadBias, build, new_head
+from finetune_mile.networks.heads import HeadBias, HeadWeight, build, new_head
 from finetune_mile.networks.resnets import Padding, parse_arch
 from finetune_mile.problems import Problem
 
@@ -70,6 +70,7 @@ def load_network(
     arch: str | None,
     num_classes: int,
     head_bias: HeadBias,
+    head_weight: HeadWeight = "normal",
     keep_head: str | None = None,
     head_from: int = 0,
 ) -> tuple[nn.Module, Card, LoadReport]:
@@ -80,13 +81,14 @@ def load_network(
             picks one of several trunks.
         arch: the network, where `init` does not say it; must agree where it does.
         num_classes: C.
-        head_bias: how the new head starts.
+        head_bias: how the new head's bias starts.
+        head_weight: how its weights start.
         keep_head: the name that the file gives its classifier; only then it is used.
         head_from: 1 keeps SimCLR-v2's first projection layer between trunk and head.
     """
     opened = open_trunk(init, arch=arch, head_from=head_from)
     network, report = opened.network, opened.report
-    new_head(network, num_classes, head_bias)
+    new_head(network, num_classes, head_bias, head_weight)
     if keep_head is None:
         report = replace(report, reset=(*report.reset, *head_names(network)))
         return network, opened.card, report
@@ -155,7 +157,9 @@ def open_contents(
     if keep:
         parts |= {n: t for n, t in adapted.tensors.items() if n.startswith("proj.")}
     if head_from and "proj.0.weight" not in parts:
-        raise Problem(f"{source} has no SimCLR-v2 projection head, so head_from 1 is not possible")
+        raise Problem(
+            f"{source} has no SimCLR-v2 projection head, so head_from 1 is not possible; say --set head_from=0"
+        )
     network = build_for(name, padding, parts.get("proj.0.weight"))
     check_fit(network, parts, source=source)
     reset = fill(network, parts, source=source)
@@ -208,7 +212,7 @@ def _decide(
     adapted: Adapted, found: Found, facts: _Facts, card: Card | None, arch: str | None, source: str
 ) -> tuple[Found, str, Padding]:
     """Architecture and padding: read from the tensors, held against every claim."""
-    if facts.arch is not None and (found.format == "finetune-mile" or facts.arch.startswith("timm:")):
+    if facts.arch is not None and (found.format == "finetune-mile" or _only_named(facts.arch)):
         name = facts.arch
     elif found.format == "timm" and arch is not None:
         name = arch
@@ -236,6 +240,12 @@ def _decide(
                 f"or --arch {name} for torch's own padding"
             )
     return found, name, card.padding if card else facts.padding or found.adapter.padding
+
+
+def _only_named(arch: str) -> bool:
+    """Is this a network that its tensors do not tell: timm's, or one with group norm?"""
+    shape = parse_arch(arch)
+    return arch.startswith("timm:") or (shape is not None and shape.norm == "group")
 
 
 def _card(name: str, found: Found, facts: _Facts, arch: str, padding: Padding) -> Card:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune_mile.checkpoints.cards import Card, find_card, list_cards
+from finetune_mile.checkpoints.cards import Card, find_card, list_cards, split_init
 from finetune_mile.checkpoints.fetching import fetch
 from finetune_mile.problems import Problem
 
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.safetensors")
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.safetensors", "checkpoint.ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,18 @@ def locate(where: str) -> Located:
         return Located(path=path, name=path.name.split(".")[0], config=_config(path.parent))
     card = find_card(where)
     return Located(path=fetch(card), name=card.name, card=card)
+
+
+def fetch_card(init: str) -> None:
+    """Fetch what a card's name in `--init` needs, so that a missing network is told before the images are listed."""
+    where, _ = split_init(init)
+    known = where in list_cards() or (":" not in where and where != "none" and not _exists(Path(where).expanduser()))
+    if known:
+        fetch(find_card(where))
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.with_name(path.name + ".index").is_file()
 
 
 def _in_folder(folder: Path, name: str) -> Located:

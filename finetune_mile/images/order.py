@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +35,25 @@ class Order:
         return found
 
 
+class Mixture:
+    """Two walks woven into one: of any `of` positions from a multiple of it on, `some` are the first walk's.
+
+    They are spread evenly, so that any part of a batch has its share, give or take one.
+    """
+
+    def __init__(self, first: Order, rest: Order, *, some: int, of: int) -> None:
+        self.first, self.rest, self.some, self.of = first, rest, some, of
+
+    def keys(self, start: int, count: int) -> list[Key]:
+        """The (epoch, sample) keys of `count` draws from position `start` on."""
+        taken = [position * self.some // self.of for position in range(start, start + count + 1)]  # by the first walk
+        first = iter(self.first.keys(taken[0], taken[-1] - taken[0]))
+        rest = iter(self.rest.keys(start - taken[0], count - (taken[-1] - taken[0])))
+        return [next(first if after > before else rest) for before, after in pairwise(taken)]
+
+
 def micro_batches(
-    order: Order, *, first_step: int, batch_size: int, accumulate: int, rank: int, world: int
+    order: Order | Mixture, *, first_step: int, batch_size: int, accumulate: int, rank: int, world: int
 ) -> Iterator[list[Key]]:
     """This process's part of each global batch, `accumulate` parts a step, without end.
 

@@ -135,7 +135,7 @@ def _download(card: SplitCard, place: Path) -> None:
         remote = Card(name=card.name, method="none", arch=None, file=place.name, urls=card.urls, sha256=card.sha256)
         found = fetch(remote)
     except Problem as error:
-        reason = str(error).partition(". Fetch ")[0]  # the fetcher's own advice names another place
+        reason = str(error).partition("; fetch ")[0]  # the fetcher's own advice names another place
         raise Problem(
             f"--fraction {card.fraction:g} of ImageNet means SimCLR's published list, which could not be fetched "
             f"({reason}); fetch {card.urls[0]} elsewhere and put it at {place}, or give it with --split FILE"

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune_mile.images.pipeline import Batch
+from finetune_mile.learning.environments import environment_sums, over_processes, penalised
 from finetune_mile.learning.gate import Gate, as_played
 from finetune_mile.learning.losses import phase_loss
 from finetune_mile.learning.optim import set_rate
-from finetune_mile.learning.phases import Given, Phase, Pool, after, drawn
+from finetune_mile.learning.phases import Given, Penalty, Phase, Pool, after, drawn
 from finetune_mile.learning.roles import Roles, State, copy_into, snapshot
-from finetune_mile.learning.targets import given_matrix, make_targets
+from finetune_mile.learning.stores import LabelStore
+from finetune_mile.learning.targets import given_matrix, make_targets, rank_targets
 from finetune_mile.problems import Problem
 
 
@@ -32,6 +35,7 @@ class Loop:
     prepare: Callable[[Tensor], Tensor]  # uint8 images to the network's input, on the device
     feed: Callable[[Pool, int], Iterator[Batch]]  # this process's parts from a step of a pool on
     label_pool: Callable[[Phase], LabelStore] | None  # labels once per cycle, instead of per batch
+    environment: Tensor | None = None  # (N,) of each training image, for phases with a penalty
     gate: Gate | None = None  # `rho: auto`
 
 
@@ -47,37 +51,6 @@ class StepRecord:
     images: int  # in this process
     labels: Tensor | None = None  # (3,): pseudo-labels, empty sets, given labels found; sums over the images
     ended: bool = False  # the phase ended with this step
-
-
-class LabelStore:
-    """Pseudo-labels of a whole pool, one row of bits an image: 1.28 million x 1,000 classes are 160 MB."""
-
-    def __init__(self, rows: Tensor, packed: Tensor, num_classes: int) -> None:
-        """Keep the labels.
-
-        Args:
-            rows: (N,) which row holds sample i; -1 = none.
-            packed: (M, ceil(C / 8)) uint8.
-            num_classes: C.
-        """
-        self.rows, self.packed, self.num_classes = rows, packed, num_classes
-
-    def __getitem__(self, index: Tensor) -> Tensor:
-        """Multi-hot rows (B, C) of samples (B,)."""
-        return unpack_bits(self.packed[self.rows[index]], self.num_classes)
-
-
-def pack_bits(labels: Tensor) -> Tensor:
-    """Multi-hot (B, C) to (B, ceil(C / 8)) bytes."""
-    padded: Tensor = nn.functional.pad(labels.bool(), (0, -labels.shape[1] % 8)).unflatten(1, (-1, 8))
-    powers = 2 ** torch.arange(8, device=labels.device, dtype=torch.uint8)
-    return (padded * powers).sum(2, dtype=torch.uint8)
-
-
-def unpack_bits(packed: Tensor, num_classes: int) -> Tensor:
-    """The inverse of `pack_bits`, as floats."""
-    bits = (packed.unsqueeze(2) >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
-    return bits.flatten(1)[:, :num_classes].float()
 
 
 class Average:
@@ -186,11 +159,14 @@ def _step(
         batch = next(feed)
         images = loop.prepare(batch.images)
         given = batch.labels.to(accelerator.device, non_blocking=True)
-        targets = _targets(roles, phase, images, given, batch, loop, store, accelerator)
+        targets, ranks = _targets(roles, phase, images, given, batch, loop, store, accelerator)
         last = part == loop.accumulate - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(network):
             logits = network(images)
-            loss = phase_loss(phase, logits, targets, given, loop.class_weights) / loop.accumulate
+            if phase.penalty is None:
+                loss = phase_loss(phase, logits, targets, ranks, loop.class_weights) / loop.accumulate
+            else:
+                loss = _penalised_loss(accelerator, phase.penalty, logits, targets, batch, loop)
             accelerator.backward(loss)
         record.loss += loss.detach()
         record.images += len(batch.samples)
@@ -204,6 +180,18 @@ def _step(
     return record
 
 
+def _penalised_loss(
+    accelerator: Accelerator, penalty: Penalty, logits: Tensor, targets: Tensor, batch: Batch, loop: Loop
+) -> Tensor:
+    """The loss over environments of the whole batch, all processes' parts together."""
+    assert loop.environment is not None
+    environment = loop.environment[batch.samples].to(logits.device, non_blocking=True)
+    count = int(loop.environment.max()) + 1
+    sums = environment_sums(logits, targets, environment, count, loop.class_weights)
+    add_up = partial(accelerator.reduce, reduction="sum")
+    return penalised(over_processes(sums, add_up, accelerator.num_processes), penalty)
+
+
 def _targets(
     roles: Roles,
     phase: Phase,
@@ -213,19 +201,21 @@ def _targets(
     loop: Loop,
     store: LabelStore | None,
     accelerator: Accelerator,
-) -> Tensor:
-    """The target matrix (B, C) of one part of a batch."""
+) -> tuple[Tensor, Tensor | None]:
+    """The target matrix (B, C) of one part of a batch, and with `rho: auto` that of its softmax term."""
     if isinstance(phase.targets, Given):
         if bool((batch.labels < 0).any()):  # on the CPU, where labels come from: no wait for the device
             raise Problem("an unlabelled image was drawn in an interaction; this is a bug in the pools")
-        return make_targets(phase.targets, given, None, loop.num_classes, phase.loss)
+        return make_targets(phase.targets, given, None, loop.num_classes, phase.loss), None
     if store is not None:
         found = store[batch.samples].to(given.device)
-        return torch.maximum(found, given_matrix(given, loop.num_classes)) if phase.targets.union else found
+        union = phase.targets.union
+        return torch.maximum(found, given_matrix(given, loop.num_classes)) if union else found, None
     assert roles.teacher is not None
     with torch.no_grad(), accelerator.autocast():
         teacher_logits = roles.teacher(images)
-    return make_targets(phase.targets, given, teacher_logits, loop.num_classes, phase.loss)
+    targets = make_targets(phase.targets, given, teacher_logits, loop.num_classes, phase.loss)
+    return targets, rank_targets(phase.targets, given, teacher_logits)
 
 
 def label_counts(targets: Tensor, given: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune_mile.learning.phases import Auto, Phase
-from finetune_mile.learning.targets import given_matrix
 
 LossFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -45,21 +44,21 @@ LOSSES: dict[str, LossFunction] = {"bce": bce, "cross_entropy": cross_entropy}
 
 
 def phase_loss(
-    phase: Phase, logits: Tensor, targets: Tensor, given: Tensor, class_weights: Tensor | None = None
+    phase: Phase, logits: Tensor, targets: Tensor, ranks: Tensor | None, class_weights: Tensor | None = None
 ) -> Tensor:
     """The loss of a batch in a phase: a scalar.
 
-    With `rho: auto` a softmax term on the given label comes on top. It does not change when all logits move together,
-    so it keeps the given label's rank without pushing found labels down; images without a given label add nothing.
+    With `rho: auto` a softmax term comes on top. It does not change when all logits of an image move together, so it
+    keeps the order of the labels and leaves their level to the other term.
 
     Args:
         phase: says which loss.
         logits: (B, C).
         targets: (B, C).
-        given: (B,) or (B, C), the given labels.
+        ranks: (B, C), the targets of the softmax term, or None.
         class_weights: (C,), or None for ones.
     """
     loss = LOSSES[phase.loss](logits, targets, class_weights)
-    if not isinstance(phase.targets, Auto) or phase.targets.ce == 0:
+    if ranks is None or not isinstance(phase.targets, Auto):
         return loss
-    return loss + phase.targets.ce * cross_entropy(logits, given_matrix(given, logits.shape[1]), class_weights)
+    return loss + phase.targets.ce * cross_entropy(logits, ranks, class_weights)

@@ -52,7 +52,8 @@ class Auto:
     """Labels above thresholds that held-out images decide, if there is anything to find (learning/auto.py)."""
 
     beta: float  # the least target of a label that was found
-    ce: float  # weight of the softmax term that keeps the given label's rank
+    ce: float  # weight of the softmax term that keeps the order of the labels
+    teacher: float  # the teacher's share in that term's target; the rest is the given label
     gate: Literal["auto", "off"]
     v_min: float
     g_min: float
@@ -61,6 +62,14 @@ class Auto:
 
 
 Targets = Given | Threshold | Soften | Argmax | Auto
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalty:
+    """What is added to the mean risk of the environments: IRMv1's or V-REx's penalty, times `weight`."""
+
+    kind: Literal["irm", "rex"]
+    weight: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +84,7 @@ class Phase:
     targets: Targets
     loss: Loss
     pool: Pool = "labelled"
+    penalty: Penalty | None = None  # the loss is then taken over environments
 
 
 def after(step: int, phases: Iterable[Phase]) -> Iterator[tuple[Phase, int]]:
@@ -136,6 +146,32 @@ def supervised(total_steps: int, *, loss: Loss) -> list[Phase]:
             name="interaction", generation=0, steps=total_steps, start="init", becomes=("student",),
             targets=Given(), loss=loss,
         )
+    ]  # fmt: skip
+
+
+def invariant(
+    total_steps: int, *, kind: Literal["irm", "rex"], weight: float, anneal: int, anneal_weight: float
+) -> list[Phase]:
+    """IRM and REx: softmax training over environments, with a penalty that weighs in after `anneal` steps.
+
+    The weight changes where a phase ends, so it follows from the step as everything else does.
+
+    Args:
+        total_steps: the budget.
+        kind: which penalty.
+        weight: of the penalty, from step `anneal` on.
+        anneal: steps before that; 0: none.
+        anneal_weight: of the penalty until then.
+    """
+    if anneal >= total_steps:
+        raise Problem(f"{kind}.anneal: {anneal} of {total_steps} steps leave none for the penalty; lower it")
+    parts = [(anneal, anneal_weight), (total_steps - anneal, weight)]
+    return [
+        Phase(
+            name="interaction", generation=0, steps=steps, start="student", becomes=("student",),
+            targets=Given(), loss="cross_entropy", penalty=Penalty(kind=kind, weight=part_weight),
+        )
+        for steps, part_weight in parts if steps
     ]  # fmt: skip
 
 
@@ -212,7 +248,12 @@ def noisy_student(
     pool: Pool,
 ) -> list[Phase]:
     """One interaction, then long imitations from fresh weights, each student the next teacher."""
-    lengths = _equal_parts(total_steps - interaction, generations, "noisy_student.generations")
+    if total_steps - interaction < generations:
+        raise Problem(
+            f"steps: {total_steps} do not hold an interaction of {interaction} and {generations} imitation"
+            f"{'s' if generations > 1 else ''}; raise --steps or lower interaction"
+        )
+    lengths = _equal_parts(total_steps - interaction, generations)
     phases = [
         Phase(
             name="interaction", generation=0, steps=interaction, start="init", becomes=("teacher",),
@@ -244,9 +285,7 @@ def distill(total_steps: int, *, targets: Targets, loss: Loss, pool: Pool) -> li
     ]  # fmt: skip
 
 
-def _equal_parts(steps: int, parts: int, field: str) -> list[int]:
-    if steps < parts:
-        raise Problem(f"{field}: {max(steps, 0)} steps are left for {parts} imitations; raise --steps")
+def _equal_parts(steps: int, parts: int) -> list[int]:
     return [steps // parts + (1 if i < steps % parts else 0) for i in range(parts)]
 
 
@@ -258,4 +297,6 @@ SCHEDULES: dict[str, Schedule] = {
     "noisy-student": noisy_student,
     "self-distill": self_distill,
     "distill": distill,
+    "irm": invariant,
+    "rex": invariant,
 }

@@ -8,12 +8,14 @@ from typing import Literal
 import torch
 from torch import nn
 
+from finetune_mile.networks.mlp import Mlp
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
 from finetune_mile.networks.small import SMALL, GridCell, GridCNN
 from finetune_mile.problems import Problem
 
 OURS = (ResNet, GridCNN, GridCell)
 HeadBias = Literal["zero", "prior"]
+HeadWeight = Literal["normal", "zero"]
 
 
 def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
@@ -21,12 +23,14 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
     shape = parse_arch(arch)
     if shape is not None:
         return ResNet(shape, padding=padding)
+    if arch == "mlp":
+        return Mlp()
     if arch in SMALL:
         return SMALL[arch]()
     if not arch.startswith("timm:"):
         raise Problem(
             f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, "
-            "resnet18-cifar, resnet-demo, resnet-mini, grid-cnn, grid-cell, "
+            "resnet18-cifar, resnet-demo, resnet-mini, mlp, grid-cnn, grid-cell, "
             "... or timm:NAME"
         )
     import timm
@@ -39,7 +43,7 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
     return network
 
 
-def new_head(network: nn.Module, num_classes: int, bias: HeadBias) -> None:
+def new_head(network: nn.Module, num_classes: int, bias: HeadBias, weight: HeadWeight = "normal") -> None:
     """Put a fresh linear classifier on a trunk, in place.
 
     Args:
@@ -47,6 +51,7 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias) -> None:
         num_classes: C.
         bias: `prior` starts every sigmoid at about 1 / C (bias -log C); `zero` starts it at one
         half.
+        weight: `normal` draws it with a standard deviation of 0.01; `zero` makes all logits equal.
     """
     if isinstance(network, OURS):
         network.fc = nn.Linear(network.num_features, num_classes)
@@ -55,6 +60,8 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias) -> None:
     head = get_head(network)
     with torch.no_grad():
         head.weight.normal_(std=0.01)
+        if weight == "zero":
+            head.weight.zero_()
         head.bias.fill_(-math.log(num_classes) if bias == "prior" else 0.0)
 
 

@@ -186,7 +186,7 @@ def test_offline_is_one_sentence_with_the_way_out(site: Site) -> None:
     with pytest.raises(Problem) as caught:
         fetch(card(site, urls=(url,)))
     (sentence,) = caught.value.sentences
-    assert f"Fetch {url} elsewhere and put it at {folder_of(card(site)) / 'a.pth'}" in sentence
+    assert f"; fetch {url} elsewhere and put it at {folder_of(card(site)) / 'a.pth'}" in sentence
 
 
 def test_a_web_page_is_not_a_checkpoint(site: Site) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_mile.checkpoints.cards import Preprocess
-from finetune_mile.images.order import Order, micro_batches
+from finetune_mile.images.order import Mixture, Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches, crop_box
 from finetune_mile.images.randomness import permutation, uniforms
 from finetune_mile.images.sources.demo import load
@@ -54,6 +54,38 @@ def test_processes_and_accumulation_share_one_order(world, accumulate):
     for step in range(2, 2 + steps):
         seen = [key for _ in range(accumulate) for feed in feeds for key in next(feed)]
         assert sorted(seen) == sorted(Order(pool, 7).keys(step * batch, batch))
+
+
+def mixture(some, batch):
+    return Mixture(Order(np.arange(7), 1), Order(np.arange(7, 40), 2), some=some, of=batch)
+
+
+@given(st.data())
+def test_a_labelled_share_is_exact_in_every_batch_and_even_in_its_parts(data):
+    batch = data.draw(st.integers(2, 24))
+    some = data.draw(st.integers(1, batch - 1))
+    first = data.draw(st.integers(0, 50))
+    labelled, rest = Order(np.arange(7), 1), Order(np.arange(7, 40), 2)
+    for step in range(first, first + 3):
+        keys = mixture(some, batch).keys(step * batch, batch)
+        assert [key for key in keys if key[1] < 7] == labelled.keys(step * some, some)
+        assert [key for key in keys if key[1] >= 7] == rest.keys(step * (batch - some), batch - some)
+        parts = data.draw(st.sampled_from([n for n in range(1, batch + 1) if batch % n == 0]))
+        counts = [sum(key[1] < 7 for key in part) for part in np.array(keys).reshape(parts, -1, 2)]
+        assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(2, 1), (1, 2), (2, 2), (4, 1)])
+def test_processes_and_accumulation_share_one_mixture(world, accumulate):
+    def feeds(world, accumulate):
+        return [
+            micro_batches(mixture(3, 8), first_step=2, batch_size=8, accumulate=accumulate, rank=r, world=world)
+            for r in range(world)
+        ]
+
+    many, (one,) = feeds(world, accumulate), feeds(1, 1)
+    for _ in range(5):
+        assert [key for _ in range(accumulate) for feed in many for key in next(feed)] == next(one)
 
 
 def test_workers_do_not_change_what_is_seen():

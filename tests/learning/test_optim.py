@@ -28,6 +28,24 @@ def test_groups_cover_everything_once_and_vectors_do_not_decay():
             assert group["lr"] == (2.0 if in_head else 0.1)
 
 
+def test_lars_does_not_adapt_the_head():
+    """Two equal steps: a head weight moves by the plain rate, a trunk weight by its share of its own norm."""
+    network = build("resnet-demo")
+    new_head(network, 3, "zero", "zero")
+    head, conv = get_head(network).weight, next(p for p in network.parameters() if p.ndim == 4)
+    assert not head.any()
+    optimizer = make_optimizer("lars", parameter_groups(network, lr=0.1, head_lr=None, weight_decay=0.0),
+                               momentum=0.0, nesterov=False)  # fmt: skip
+    for _ in range(2):
+        before = conv.detach().clone()
+        for p in network.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert head.detach().mean().item() == pytest.approx(-0.2)
+    share = 0.1 * 0.001 * before.norm() / torch.ones_like(before).norm()
+    assert (before - conv).mean().item() == pytest.approx(share.item(), rel=1e-3)
+
+
 @pytest.mark.parametrize(("name", "lr"), [("sgd", 0.02), ("adamw", 0.02), ("lars", 4.0)])
 def test_every_optimiser_learns_and_takes_its_rate(name, lr):
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_mile.learning.loop import label_counts, pack_bits, unpack_bits
+from finetune_mile.learning.loop import label_counts
 from finetune_mile.learning.losses import bce, cross_entropy
 from finetune_mile.learning.phases import Argmax, Given, Soften, Threshold
 from finetune_mile.learning.targets import given_matrix, make_targets
@@ -71,11 +71,3 @@ def test_cross_entropy_equals_torchs():
     )
     both = torch.tensor([[1.0, 1.0, 0.0]])
     assert float(cross_entropy(torch.zeros(1, 3), both)) == pytest.approx(math.log(3), rel=1e-6)
-
-
-@given(st.integers(1, 40), st.integers(0, 99))
-def test_labels_pack_to_bits_and_back(classes, seed):
-    labels = (torch.rand(7, classes, generator=torch.Generator().manual_seed(seed)) > 0.5).float()
-    packed = pack_bits(labels)
-    assert packed.shape == (7, math.ceil(classes / 8))
-    assert unpack_bits(packed, classes).equal(labels)

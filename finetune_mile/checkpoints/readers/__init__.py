@@ -1,26 +1,15 @@
 """From a file on disk to plain tensors: no file can run code, whatever it holds.
 
-`read` is all there is. The container is told by magic bytes; torch files and pickles go through a
-pickle machine of our own (pickles.py), TensorFlow files are parsed by hand, tensors are mapped.
+`read` is all there is, and torch is imported when it is called. The container is told by magic bytes;
+torch files and pickles go through a pickle machine of our own (pickles.py), TensorFlow files are parsed by hand,
+tensors are mapped.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from finetune_mile.checkpoints.readers.allowance import Allowance
 from finetune_mile.checkpoints.readers.contents import Container, Contents, Refused, Stub
-from finetune_mile.checkpoints.readers.mapped import MappedFile
-from finetune_mile.checkpoints.readers.pickles import Machine
-from finetune_mile.checkpoints.readers.plain import plain_tree
-from finetune_mile.checkpoints.readers.safetensors_files import read_safetensors
-from finetune_mile.checkpoints.readers.sniffing import sniff
-from finetune_mile.checkpoints.readers.tensorflow_files import (
-    find_index,
-    read_checkpoint,
-    read_directory,
-)
-from finetune_mile.checkpoints.readers.torch_files import read_legacy, read_zip
 from finetune_mile.problems import Problem
 
 __all__ = ["Container", "Contents", "Stub", "read"]
@@ -40,6 +29,12 @@ def read(path: Path) -> Contents:
 
 
 def _read(path: Path) -> Contents:
+    from finetune_mile.checkpoints.readers.mapped import MappedFile
+    from finetune_mile.checkpoints.readers.safetensors_files import read_safetensors
+    from finetune_mile.checkpoints.readers.sniffing import sniff
+    from finetune_mile.checkpoints.readers.tensorflow_files import find_index, read_checkpoint, read_directory
+    from finetune_mile.checkpoints.readers.torch_files import read_legacy, read_pickle, read_zip
+
     if path.is_dir():
         return read_directory(path)
     index = find_index(path)
@@ -56,12 +51,5 @@ def _read(path: Path) -> Contents:
     if container == "safetensors":
         return read_safetensors(file)
     if container == "pickle":
-        return _read_pickle(file)
+        return read_pickle(file)
     return read_checkpoint(path)
-
-
-def _read_pickle(file: MappedFile) -> Contents:
-    """A pickle that stands alone: haiku's, detectron's, a dict of numpy arrays."""
-    machine = Machine(file, 0, file.size, allowance=Allowance(file.size))
-    tree = plain_tree(machine.run())
-    return Contents(container="pickle", tree=tree, stubs=tuple(sorted(machine.stubs)))

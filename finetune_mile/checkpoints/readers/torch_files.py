@@ -1,4 +1,4 @@
-"""torch.save's two containers: the zip archive of today, and the run of pickles before it."""
+"""torch.save's two containers: the zip archive of today, the run of pickles before it; and a pickle alone."""
 
 from __future__ import annotations
 
@@ -203,3 +203,10 @@ def _fill(file: MappedFile, position: int, storages: list[Storage]) -> None:
                 room = torch.empty(0, dtype=torch.uint8).set_(storage.data)
                 stream.readinto(room.numpy().data)
             position += 8 + storage.data.nbytes()
+
+
+def read_pickle(file: MappedFile) -> Contents:
+    """A pickle that stands alone: haiku's, detectron's, a dict of numpy arrays."""
+    machine = Machine(file, 0, file.size, allowance=Allowance(file.size))
+    tree = plain_tree(machine.run())
+    return Contents(container="pickle", tree=tree, stubs=tuple(sorted(machine.stubs)))

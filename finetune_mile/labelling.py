@@ -1,0 +1,134 @@
+"""A teacher labels a whole pool once per generation: block by block, each kept in the run folder.
+
+A run that is stopped or killed goes on with the blocks that are missing. A block belongs to a teacher's weights, a
+target rule, a view and a list of images; one that belongs to anything else is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from finetune_mile.images.subsets import Indices
+from finetune_mile.learning.phases import Phase, Soften
+from finetune_mile.learning.roles import Roles
+from finetune_mile.learning.stores import Block, LabelStore, encode
+from finetune_mile.learning.targets import make_targets
+from finetune_mile.runlog import whole_file
+from finetune_mile.session import Session
+
+BLOCK = 32768  # images whose logits are held at a time: 131 MB with 1,000 classes
+ROWS = 2048  # of them become targets at a time
+
+
+def pool_labeller(
+    session: Session, roles: Roles, run: Path, progress: Callable[..., None]
+) -> Callable[[Phase], LabelStore]:
+    """A function that gives the teacher's labels of a phase's pool, on plain views.
+
+    Args:
+        session: data and device.
+        roles: who is the teacher.
+        run: the run folder.
+        progress: told (generation, images labelled, images=in the pool) after each batch.
+    """
+
+    def label(phase: Phase) -> LabelStore:
+        pool = session.pools.indices[phase.pool]
+        parts = [pool[at : at + BLOCK] for at in range(0, len(pool), BLOCK)]
+        folder = run / f"pseudo_labels/generation-{phase.generation}"
+        if session.accelerator.is_main_process:
+            _make_room(folder)
+        mark = _mark(session, roles, phase)
+        paths = [folder / f"block-{number:05d}.safetensors" for number in range(len(parts))]
+        marks = [f"{mark} {hashlib.sha256(part.tobytes()).hexdigest()}" for part in parts]
+        blocks = [_read(*block) for block in zip(paths, marks, strict=True)]
+        known = _known_everywhere(session, blocks)
+        done = sum(len(part) for part, is_known in zip(parts, known, strict=True) if is_known)
+        for number, part in enumerate(parts):
+            if not known[number]:
+                tell = partial(progress, phase.generation, images=len(pool))
+                blocks[number] = _label_block(session, roles, phase, part, _Ticks(session, done, tell))
+                if session.accelerator.is_main_process:
+                    _write(paths[number], blocks[number], marks[number])
+                done += len(part)
+        rows = torch.full((len(session.pools.images),), -1, dtype=torch.int32)
+        rows[torch.from_numpy(pool)] = torch.arange(len(pool), dtype=torch.int32)
+        return LabelStore(rows, blocks, BLOCK, session.num_classes)
+
+    return label
+
+
+def _label_block(session: Session, roles: Roles, phase: Phase, part: Indices, tick: Callable[[], None]) -> Block:
+    assert roles.teacher is not None
+    logits = session.logits(roles.teacher, session.pools.images, part, tick)
+    for some in logits.split(ROWS):  # in place, for the memory
+        none = torch.full((len(some),), -1)  # the union with given labels is made per batch
+        some.copy_(make_targets(phase.targets, none, some, session.num_classes, phase.loss))
+    logits.nan_to_num_(0.0)  # images that cannot be read: no labels
+    return encode(logits, soft=isinstance(phase.targets, Soften))
+
+
+def _make_room(folder: Path) -> None:
+    """Drop the labels of other generations, and the leftovers of a kill."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in folder.parent.iterdir():
+        if other != folder:
+            shutil.rmtree(other)
+    for part in folder.glob(".*.part"):
+        part.unlink()
+
+
+def _mark(session: Session, roles: Roles, phase: Phase) -> str:
+    """A hash of all that a label depends on, except for which images there are."""
+    assert roles.teacher is not None
+    what = (phase.targets, phase.loss, session.num_classes, session.recipe.precision, session.how.model_dump_json())
+    digest = hashlib.sha256(repr(what).encode())
+    for name, tensor in roles.teacher.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _read(path: Path, mark: str) -> Block:
+    """A block from an earlier session; an empty one where there is none, or one of another teacher."""
+    if not path.is_file():
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get("mark") != mark:
+                return {}
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
+    except (SafetensorError, OSError):  # cut off by a full disk: it is made anew
+        return {}
+
+
+def _write(path: Path, block: Block, mark: str) -> None:
+    with whole_file(path) as part:
+        save_file(block, part, metadata={"mark": mark})
+
+
+def _known_everywhere(session: Session, blocks: list[Block]) -> list[bool]:
+    """Which blocks every process has read: all of them label a block together, or none."""
+    mine = torch.tensor([bool(block) for block in blocks], dtype=torch.int32, device=session.accelerator.device)
+    readers: list[int] = session.accelerator.reduce(mine, reduction="sum").tolist()
+    return [count == session.accelerator.num_processes for count in readers]
+
+
+class _Ticks:
+    """Called after each batch: lets the session stop, and tells how many images all processes have labelled."""
+
+    def __init__(self, session: Session, done: int, tell: Callable[[int], None]) -> None:
+        self.session, self.done, self.tell = session, done, tell
+
+    def __call__(self) -> None:
+        self.session.tick()
+        self.done += self.session.recipe.batch_size
+        self.tell(self.done)

@@ -1,0 +1,249 @@
+"""From a description to cells, and from cells to runs: settings, folders, commands, order. No torch here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from finetune_mile.flags import SETTINGS
+from finetune_mile.problems import Problem
+from finetune_mile.settings import FLAG_PATHS
+from finetune_mile.tables.description import Block, Settings, Table
+
+FLAGS_OF_PATHS = {path: flag for flag, path in FLAG_PATHS.items()}
+LAUNCH = "accelerate launch"
+
+
+class Key(NamedTuple):
+    """Which run: a cell and a seed."""
+
+    block: str
+    row: str
+    column: str
+    seed: int
+
+    @property
+    def cell(self) -> str:
+        """The cell in words."""
+        return " / ".join(part for part in (self.block, self.row, self.column) if part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run of a cell."""
+
+    key: Key
+    verb: str
+    settings: Mapping[str, Any]  # canonical keys, in order; runs of other rows as {name}
+    needs: Mapping[str, Key]
+    folder: Path
+    folders: Mapping[str, Path]  # of `needs`
+    hidden: bool
+
+    def filled(self, value: Any) -> Any:
+        """A setting with the folders of other runs in the place of {name}."""
+        if isinstance(value, str):
+            for name, folder in self.folders.items():
+                value = value.replace(f"{{{name}}}", folder.as_posix())
+            return value.replace("{seed}", str(self.key.seed))
+        return value
+
+    def flags(self) -> list[str]:
+        """The flags of the command, --out not included."""
+        words: list[str] = []
+        for key, value in self.settings.items():
+            words += _flag(key, self.filled(value), self.verb, str(self.settings.get("method")))
+        return [*words, "--seed", str(self.key.seed)]
+
+    def arguments(self) -> list[str]:
+        """The command's arguments for a new run."""
+        return [*self.flags(), "--out", self.folder.as_posix()]
+
+    def command(self, launch: str = LAUNCH) -> str:
+        """The command as a line for a shell."""
+        return f"{head(self.verb, launch)} {shlex.join(self.arguments())}"
+
+
+def head(verb: str, launch: str = LAUNCH) -> str:
+    """How a verb is started from a shell."""
+    return f"{launch} finetune_mile/run.py" if verb == "run" else f"finetune-mile {verb}"
+
+
+def _flag(key: str, value: Any, verb: str, method: str) -> list[str]:
+    """One setting as words: a flag where there is one, else --set."""
+    name = FLAGS_OF_PATHS.get(key, key)
+    plain = name == "recipe" or (verb == "run" and name in SETTINGS and not isinstance(value, bool | list | dict))
+    if plain and value is not None and (name not in ("k_t", "k_s") or method == "mile"):
+        return [f"--{name.replace('_', '-')}", str(value)]
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+    return ["--set", f"{key}={text}"]
+
+
+# ------------------------------------------------------------------------------------------- settings
+
+
+def flatten(tree: Settings, prefix: str = "") -> dict[str, Any]:
+    """Nested settings with dotted keys; a flag's name becomes the key that it writes (`lr`: `optimizer.lr`)."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}".replace("-", "_")
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[FLAG_PATHS.get(name, name)] = value
+    return flat
+
+
+def layered(*layers: Settings) -> dict[str, Any]:
+    """Settings on top of each other, the last one on top; steps and epochs replace each other, as do all rhos."""
+    found: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in flatten(layer).items():
+            for other in [k for k in found if k != key and _same_place(k, key)]:
+                del found[other]
+            found[key] = value
+    return found
+
+
+def _same_place(a: str, b: str) -> bool:
+    if {a, b} == {"steps", "epochs"}:
+        return True
+    return "rho" in (a, b) and a.endswith("rho") and b.endswith("rho")
+
+
+# ---------------------------------------------------------------------------------------------- jobs
+
+
+def make_jobs(table: Table, runs: Path, over: Settings) -> list[Job]:
+    """Every run of a table, prerequisites first; `over` are settings for each of them."""
+    _check_slugs(table)
+    keys = [
+        Key(block.name, row, column, seed)
+        for block in table.blocks
+        for row in block.rows
+        for column in block.columns_of(row)
+        for seed in table.seeds_of(block, row)
+    ]
+    known = set(keys)
+    jobs: list[Job] = []
+    wrong: list[str] = []
+    for key in keys:
+        try:
+            jobs.append(_job(table, key, known, runs, over))
+        except Problem as problem:
+            wrong += problem.sentences
+    if wrong:
+        raise Problem(*dict.fromkeys(wrong))
+    return in_order(jobs)
+
+
+def _job(table: Table, key: Key, known: set[Key], runs: Path, over: Settings) -> Job:
+    block = table.block(key.block)
+    row = block.rows[key.row]
+    shared = table.settings if row.verb == "run" else {}
+    needs = {name: _needed(table, block, key, name, where, known) for name, where in row.needs.items()}
+    return Job(
+        key=key, verb=row.verb, needs=needs, folder=folder_of(runs, key),
+        settings=layered(shared, block.settings, block.columns[key.column], row.settings, over),
+        folders={name: folder_of(runs, need) for name, need in needs.items()}, hidden=block.hidden or row.hidden,
+    )  # fmt: skip
+
+
+def _needed(table: Table, block: Block, key: Key, name: str, where: str, known: set[Key]) -> Key:
+    """The run that a run needs: of the same column and seed, or of the only one there is."""
+    found = table.find_need(where, block)
+    assert found is not None  # checked when the description was read
+    other, row, fixed = found
+    columns, seeds = other.columns_of(row), table.seeds_of(other, row)
+    column = fixed if fixed is not None else key.column if key.column in columns else columns[0]
+    seed = key.seed if key.seed in seeds else seeds[0]
+    if fixed is None and key.column not in columns and len(columns) > 1:
+        raise Problem(f"{key.cell} needs {name}: {where} has no column {key.column!r}; say {where}/COLUMN")
+    if key.seed not in seeds and len(seeds) > 1:
+        raise Problem(f"{key.cell} needs {name}: {where} has no seed {key.seed} (it has {', '.join(map(str, seeds))})")
+    assert Key(other.name, row, column, seed) in known
+    return Key(other.name, row, column, seed)
+
+
+def in_order(jobs: Iterable[Job]) -> list[Job]:
+    """Prerequisites first, else in the order of the description; a circle of needs is an error."""
+    by_key = {job.key: job for job in jobs}
+    done: dict[Key, Job] = {}
+    open_: list[Key] = []
+
+    def visit(key: Key) -> None:
+        if key in done:
+            return
+        if key in open_:
+            circle = " -> ".join(k.cell for k in [*open_[open_.index(key) :], key])
+            raise Problem(f"needs: these wait for each other: {circle}")
+        open_.append(key)
+        for need in by_key[key].needs.values():
+            visit(need)
+        open_.pop()
+        done[key] = by_key[key]
+
+    for key in by_key:
+        visit(key)
+    return list(done.values())
+
+
+def pick(jobs: Sequence[Job], only: Sequence[str], seeds: Sequence[int] | None) -> list[Job]:
+    """The runs of `--only BLOCK[/ROW]` and `--seeds`, and all that these need."""
+    by_key = {job.key: job for job in jobs}
+    for name in only:
+        if not any(_matches(key, name) for key in by_key):
+            blocks = dict.fromkeys(k.block for k in by_key)
+            raise Problem(f"--only {name}: no such block or row; blocks are {', '.join(blocks)}, rows BLOCK/ROW")
+    wanted = {
+        key
+        for key in by_key
+        if (not only or any(_matches(key, name) for name in only)) and (seeds is None or key.seed in seeds)
+    }
+    todo = list(wanted)
+    while todo:
+        for need in by_key[todo.pop()].needs.values():
+            if need not in wanted:
+                wanted.add(need)
+                todo.append(need)
+    return [job for job in jobs if job.key in wanted]
+
+
+def _matches(key: Key, name: str) -> bool:
+    return name in (key.block, f"{key.block}/{key.row}", f"{key.block}/{key.row}/{key.column}")
+
+
+# ------------------------------------------------------------------------------------------- folders
+
+
+def slug(name: str) -> str:
+    """A name as a folder: `1 %` is `1-pct`, `mocov2+mile` is `mocov2-plus-mile`."""
+    spelled = name.lower().replace("%", " pct ").replace("+", " plus ")
+    return re.sub(r"[^a-z0-9._=]+", "-", spelled).strip("-.") or "none"
+
+
+def folder_of(runs: Path, key: Key) -> Path:
+    """Where a run lies."""
+    parts = [slug(p) for p in (key.block, key.row, key.column) if p]
+    return runs.joinpath(*parts, str(key.seed))
+
+
+def _check_slugs(table: Table) -> None:
+    groups: list[Iterable[str]] = [[b.name for b in table.blocks]]
+    for block in table.blocks:
+        groups += [block.rows, block.columns]
+    wrong = []
+    for names in groups:
+        taken: dict[str, str] = {}
+        for name in names:
+            other = taken.setdefault(slug(name), name)
+            if other != name:
+                wrong.append(f"{other!r} and {name!r} would share a folder; give one of them another name")
+    if wrong:
+        raise Problem(*wrong)

@@ -1,0 +1,279 @@
+"""What a table is, as data: recipes/tables/NAME.yaml, checked as a whole before any work. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from finetune_mile.places import shipped
+from finetune_mile.problems import Problem
+from finetune_mile.settings import read_yaml
+
+Settings = dict[str, Any]  # recipe keys, dotted or nested; also `recipe`
+Seeds = tuple[int, ...]
+
+
+class Part(BaseModel):
+    """Frozen, and deaf to nothing: an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Row(Part):
+    """One way of training: a row of a block, in some or all of its columns."""
+
+    settings: Settings = {}
+    note: str = ""
+    only: tuple[str, ...] | None = Field(default=None, description="columns where the row exists; null: all")
+    needs: dict[str, str] = Field(default={}, description="name: ROW, BLOCK/ROW or BLOCK/ROW/COLUMN to run before")
+    verb: str = Field(default="run", description="another command of finetune-mile, such as pretrain")
+    seeds: Seeds | None = None
+    hidden: bool = Field(default=False, description="a prerequisite that is no result")
+
+
+class Bar(Part):
+    """A bound on a mean over seeds: of a row, or of the paired difference of two."""
+
+    row: str | None = None
+    rows: tuple[str, str] | None = Field(default=None, description="first minus second, paired by seed")
+    column: str = ""
+    measure: str
+    at_least: float | None = None
+    at_most: float | None = None
+    between: tuple[float, float] | None = None
+
+    @model_validator(mode="after")
+    def _one_subject(self) -> Bar:
+        if (self.row is None) == (self.rows is None):
+            raise ValueError("a bar is about either row: or rows:")
+        if self.at_least is None and self.at_most is None and self.between is None:
+            raise ValueError("a bar needs at_least:, at_most: or between:")
+        return self
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest value that meets it."""
+        low, high = self.between or (float("-inf"), float("inf"))
+        return max(low, self._or(self.at_least, low)), min(high, self._or(self.at_most, high))
+
+    @staticmethod
+    def _or(value: float | None, other: float) -> float:
+        return other if value is None else value
+
+
+class Heatmap(Part):
+    """Draw a sweep as a map: x and y are settings, the colour is a measure (its shown name)."""
+
+    x: str
+    y: str
+    measure: str
+
+
+class Block(Part):
+    """Rows and columns that share measures."""
+
+    name: str
+    about: str = ""
+    hidden: bool = False
+    seeds: Seeds | None = None
+    settings: Settings = {}
+    columns: dict[str, Settings] = {"": {}}
+    means: dict[str, tuple[str, ...]] = Field(default={}, description="a column that is the mean of these, per seed")
+    rows: dict[str, Row]
+    measures: dict[str, str] = Field(default={}, description="shown name: key of results.json")
+    paper: dict[str, dict[str, dict[str, float | None]]] = Field(
+        default={}, description="row: column: measure: the paper's number"
+    )
+    differences: tuple[tuple[str, str], ...] = ()
+    bars: tuple[Bar, ...] = ()
+    constants: dict[str, str] = Field(default={}, description="shown name: key of results.json; once per block")
+    heatmap: Heatmap | None = None
+
+    @property
+    def shown_rows(self) -> list[str]:
+        """Rows that are results."""
+        return [] if self.hidden else [name for name, row in self.rows.items() if not row.hidden]
+
+    def columns_of(self, row: str) -> list[str]:
+        """Columns in which a row exists."""
+        only = self.rows[row].only
+        return [c for c in self.columns if only is None or c in only]
+
+    @property
+    def shown_columns(self) -> list[str]:
+        """Columns of runs, then those that are means of them."""
+        return [*self.columns, *self.means]
+
+    def shown_columns_of(self, row: str) -> list[str]:
+        """The same for a row; a mean is there where all its columns are."""
+        own = self.columns_of(row)
+        return [*own, *(name for name, parts in self.means.items() if set(parts) <= set(own))]
+
+
+class QuickBlock(Part):
+    """What --quick leaves of a block."""
+
+    columns: tuple[str, ...] | None = None
+    rows: tuple[str, ...] | None = None
+    seeds: Seeds | None = None
+    settings: Settings = {}
+
+
+class Quick(Part):
+    """What --quick runs; blocks that are not named are left out, unless no block is named."""
+
+    seeds: Seeds | None = None
+    settings: Settings = {}
+    blocks: dict[str, QuickBlock] = {}
+
+
+class Table(Part):
+    """A whole table."""
+
+    title: str
+    about: str = ""
+    runs: str
+    settings: Settings = {}
+    seeds: Seeds = (0,)
+    blocks: tuple[Block, ...] = Field(min_length=1)
+    quick: Quick | None = None
+
+    def block(self, name: str) -> Block:
+        """A block by name."""
+        return next(b for b in self.blocks if b.name == name)
+
+    def seeds_of(self, block: Block, row: str) -> Seeds:
+        """The seeds of a row: its own, else the block's, else the table's."""
+        own = block.rows[row].seeds
+        return own if own is not None else block.seeds if block.seeds is not None else self.seeds
+
+    def find(self, reference: str, block: Block) -> tuple[Block, str] | None:
+        """The block and row that `ROW` (of `block`) or `BLOCK/ROW` means; None: there is no such row."""
+        if reference in block.rows:
+            return block, reference
+        name, _, row = reference.partition("/")
+        for other in self.blocks:
+            if other.name == name and row in other.rows:
+                return other, row
+        return None
+
+    def find_need(self, reference: str, block: Block) -> tuple[Block, str, str | None] | None:
+        """Block, row and, where it is fixed, column that a `needs` entry means."""
+        found = self.find(reference, block)
+        if found is not None:
+            return (*found, None)
+        front, _, column = reference.rpartition("/")
+        found = self.find(front, block)
+        return (*found, column) if found is not None and column in found[0].columns_of(found[1]) else None
+
+
+Kind = Literal["row", "column", "measure"]
+
+
+def find_table(name: str) -> Path:
+    """A description by path, or by its name below recipes/tables/."""
+    folder = shipped("recipes") / "tables"
+    for path in (folder / f"{name}.yaml", folder / name, Path(name)):
+        if path.is_file():
+            return path
+    names = sorted(p.stem for p in folder.glob("*.yaml"))
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names) or 'none'}"
+    raise Problem(f"table {name}: no such table or file; {hint}")
+
+
+def read_table(path: Path) -> Table:
+    """A checked description, or everything that is wrong with it at once."""
+    try:
+        table = Table.model_validate(read_yaml(path))
+    except ValidationError as error:
+        raise Problem(*(_sentence(path, item) for item in error.errors())) from error
+    wrong = wrong_with(table)
+    if wrong:
+        raise Problem(*(f"table {path.name}: {sentence}" for sentence in wrong))
+    return table
+
+
+def _sentence(path: Path, item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"])
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return f"table {path.name}: {where or 'it'}: {message[0].lower()}{message[1:]}"
+
+
+# ------------------------------------------------------------------------------- references, all at once
+
+
+def wrong_with(table: Table) -> list[str]:
+    """Every reference of a description that leads nowhere, as sentences."""
+    wrong: list[str] = []
+    names = [b.name for b in table.blocks]
+    wrong += [f"two blocks are named {n}" for n in sorted({n for n in names if names.count(n) > 1})]
+    for block in table.blocks:
+        wrong += [f"block {block.name}: {sentence}" for sentence in _wrong_in_block(table, block)]
+    for name, part in (table.quick.blocks if table.quick else {}).items():
+        if name not in names:
+            wrong.append(f"quick: there is no block {name}{_near(name, names)}")
+            continue
+        block = table.block(name)
+        wrong += [f"quick {name}: {_missing('row', r, block.rows)}" for r in part.rows or () if r not in block.rows]
+        wrong += [
+            f"quick {name}: {_missing('column', c, block.columns)}"
+            for c in part.columns or ()
+            if c not in block.columns
+        ]
+    return wrong
+
+
+def _wrong_in_block(table: Table, block: Block) -> list[str]:
+    wrong = []
+    if not block.columns:
+        wrong.append("columns: is empty; leave it out for a block without columns")
+    for kind, names in (("block", [block.name]), ("row", block.rows), ("column", block.shown_columns)):
+        wrong += [f"{kind} {n}: a name must not hold a slash" for n in names if "/" in n]
+    for name, row in block.rows.items():
+        wrong += [
+            f"row {name}: only: {_missing('column', c, block.columns)}"
+            for c in row.only or ()
+            if c not in block.columns
+        ]
+        wrong += [
+            f"row {name}: needs {what}: there is no row {where}; write ROW, BLOCK/ROW or BLOCK/ROW/COLUMN"
+            for what, where in row.needs.items()
+            if table.find_need(where, block) is None
+        ]
+    for name, parts in block.means.items():
+        wrong += [f"means {name}: {_missing('column', c, block.columns)}" for c in parts if c not in block.columns]
+        if name in block.columns or not parts:
+            wrong.append(f"means {name}: must name some columns, and be no column itself")
+    for name, columns in block.paper.items():
+        if name not in block.rows:
+            wrong.append(f"paper: {_missing('row', name, block.rows)}")
+        for column, numbers in columns.items():
+            if column not in block.shown_columns:
+                wrong.append(f"paper {name}: {_missing('column', column, block.shown_columns)}")
+            wrong += [
+                f"paper {name}: {_missing('measure', m, block.measures)}" for m in numbers if m not in block.measures
+            ]
+    pairs = [(r, "differences") for pair in block.differences for r in pair]
+    pairs += [(r, "bars") for bar in block.bars for r in bar.rows or (bar.row,) if r is not None]
+    wrong += [f"{where}: {_missing('row', row, block.rows)}" for row, where in pairs if table.find(row, block) is None]
+    for bar in block.bars:
+        if bar.column not in block.shown_columns:
+            wrong.append(f"bars: {_missing('column', bar.column, block.shown_columns)}")
+        if bar.measure not in block.measures:
+            wrong.append(f"bars: {_missing('measure', bar.measure, block.measures)}")
+    if block.heatmap is not None and block.heatmap.measure not in block.measures:
+        wrong.append(f"heatmap: {_missing('measure', block.heatmap.measure, block.measures)}")
+    return wrong
+
+
+def _missing(kind: Kind, name: str, names: Any) -> str:
+    return f"there is no {kind} {name!r}{_near(name, list(names))}"
+
+
+def _near(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(map(repr, names)) or 'none'}"

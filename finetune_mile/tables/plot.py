@@ -1,0 +1,152 @@
+"""plot.png: every measure of every cell with its spread over seeds, the paper's numbers beside; sweeps as heat maps."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from typing import TYPE_CHECKING, Any
+
+from finetune_mile.tables.cells import layered
+from finetune_mile.tables.ledger import BlockLedger, Ledger
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
+
+COLOURS = ("#1b7fb5", "#d95f02", "#3a9a4f", "#8a5fb0", "#b8860b", "#555555")
+INK, PALE = "#333333", "#e4e4e4"
+PER_LINE = 4  # panels side by side
+
+
+def plotted_hash(text: str) -> str:
+    """What the picture was drawn from, kept inside it: the hash of ledger.csv."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def draw(ledger: Ledger, csv: str) -> bytes | None:
+    """The picture as PNG; None where nothing was run and the paper says nothing."""
+    from matplotlib.figure import Figure
+
+    blocks = [b for b in ledger.blocks if b.block.measures and _has_numbers(b)]
+    if not blocks:
+        return None
+    heights = [_height(b) for b in blocks]
+    figure = Figure(figsize=(13, sum(heights)), layout="constrained")
+    parts = figure.subfigures(len(blocks), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, block in zip(parts, blocks, strict=True):
+        part.suptitle(block.block.name, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+        if block.block.heatmap is not None:
+            _heatmap(part, ledger, block)
+        else:
+            _panels(part, block)
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=110, metadata={"Description": plotted_hash(csv), "Software": None})
+    return stream.getvalue()
+
+
+def _has_numbers(block: BlockLedger) -> bool:
+    return any(n.ours.n or n.paper is not None for c in block.cells for n in c.numbers.values())
+
+
+def _lines(block: BlockLedger) -> int:
+    return -(-len(block.block.measures) // PER_LINE)
+
+
+def _height(block: BlockLedger) -> float:
+    if block.block.heatmap is not None:
+        return 4.2
+    offsets = max(len(block.block.shown_columns), 2)
+    return 1.1 + _lines(block) * (0.9 + len(block.block.shown_rows) * (0.16 + 0.08 * offsets))
+
+
+def _panels(figure: SubFigure, block: BlockLedger) -> None:
+    """One panel a measure: rows from top to bottom, columns of the table in colours."""
+    measures = list(block.block.measures)
+    across = min(len(measures), PER_LINE)
+    axes = figure.subplots(_lines(block), across, sharey=True, squeeze=False)
+    for number, axis in enumerate(axes.flat):
+        if number < len(measures):
+            _panel(axis, block, measures[number])
+        else:
+            axis.axis("off")
+    handles = [
+        axes.flat[0].plot([], [], "o", color=colour, label=column or "ours")[0]
+        for column, colour in zip(block.block.shown_columns, _colours(block), strict=True)
+    ]
+    if block.block.paper:
+        handles += axes.flat[0].plot([], [], "D", mfc="none", mec=INK, label="paper")
+    if len(handles) > 1:
+        figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=9)
+
+
+def _colours(block: BlockLedger) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(len(block.block.shown_columns))]
+
+
+def _panel(axis: Axes, block: BlockLedger, measure: str) -> None:
+    rows, columns = block.block.shown_rows, list(block.block.shown_columns)
+    step = 0.7 / len(columns)
+    for cell in block.cells:
+        number, at = cell.numbers[measure], columns.index(cell.column)
+        y = rows.index(cell.row) + (at - (len(columns) - 1) / 2) * step
+        colour = COLOURS[at % len(COLOURS)]
+        if number.ours.n:
+            axis.errorbar(number.ours.mean, y, xerr=number.ours.sd, fmt="o", ms=4.5, color=colour, lw=1.3, capsize=0)
+            axis.plot(number.ours.values, [y] * number.ours.n, "|", ms=5, color=colour, alpha=0.5, zorder=1)
+        if number.paper is not None:
+            axis.plot(number.paper, y, "D", ms=5, mfc="none", mec=colour)
+    axis.set_title(measure, loc="left", fontsize=10, color=INK)
+    axis.set_yticks(range(len(rows)), rows)
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(axis="y", length=0, labelsize=9)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.grid(axis="x", color=PALE, lw=0.8)
+    axis.set_axisbelow(True)
+    for y in range(1, len(rows)):
+        axis.axhline(y - 0.5, color=PALE, lw=0.6)
+
+
+def _heatmap(figure: SubFigure, ledger: Ledger, block: BlockLedger) -> None:
+    """Two settings against each other, the measure's mean as colour and in figures."""
+    from matplotlib.colors import Normalize
+
+    wanted = block.block.heatmap
+    assert wanted is not None
+    found: dict[tuple[Any, Any], float] = {}
+    for cell in (c for c in block.cells if c.column in block.block.columns):
+        settings = _settings(ledger, block, cell.row, cell.column)
+        place = (settings.get(_key(wanted.x)), settings.get(_key(wanted.y)))
+        ours = cell.numbers[wanted.measure].ours
+        if ours.n:
+            found[place] = ours.mean
+    xs, ys = (_ordered({place[i] for place in found}) for i in (0, 1))
+    axis = figure.subplots()
+    if not found:
+        return
+    grid = [[found.get((x, y), float("nan")) for x in xs] for y in ys]
+    low, high = min(found.values()), max(found.values())
+    axis.imshow(grid, cmap="viridis", norm=Normalize(low, high), aspect="auto", origin="lower")
+    for (x, y), value in found.items():
+        pale = value > low + 0.6 * (high - low)
+        axis.text(xs.index(x), ys.index(y), f"{value:.1f}", ha="center", va="center", fontsize=9,
+                  color=INK if pale else "white")  # fmt: skip
+    axis.set_xticks(range(len(xs)), [str(x) for x in xs])
+    axis.set_yticks(range(len(ys)), [str(y) for y in ys])
+    axis.set_xlabel(wanted.x)
+    axis.set_ylabel(wanted.y)
+    axis.set_title(wanted.measure, loc="left", fontsize=10, color=INK)
+
+
+def _settings(ledger: Ledger, block: BlockLedger, row: str, column: str) -> dict[str, Any]:
+    table, own = ledger.table, block.block
+    return layered(table.settings, own.settings, own.columns[column], own.rows[row].settings)
+
+
+def _key(name: str) -> str:
+    return next(iter(layered({name: None})))
+
+
+def _ordered(values: set[Any]) -> list[Any]:
+    """Numbers by size, then words."""
+    return sorted(values, key=lambda v: (0, v, "") if isinstance(v, int | float) else (1, 0, str(v)))

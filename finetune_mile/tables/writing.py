@@ -1,0 +1,87 @@
+"""The files of a ledger: runs.jsonl and prices.json, and everything that follows from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune_mile.display import wide_console
+from finetune_mile.runlog import whole_file, write_json
+from finetune_mile.tables import formats
+from finetune_mile.tables.description import Table, find_table, read_table
+from finetune_mile.tables.ledger import Ledger, make_ledger
+from finetune_mile.tables.plot import draw
+from finetune_mile.tables.quick import quick_table
+from finetune_mile.tables.records import Record, read_records, records_of, write_records
+from finetune_mile.tables.states import State
+
+TEXTS = ("ledger.md", "ledger.csv", "ledger.tex", "ledger.html")
+
+
+def write_ledger(
+    folder: Path, name: str, table: Table, states: Sequence[State], *, quick: bool, prices: bool
+) -> Ledger:
+    """Write every file of a ledger, and show it in the terminal."""
+    records = records_of(states)
+    known = _prices(folder)
+    if prices:
+        known |= missing_prices(states, known)
+    cells = dict.fromkeys(s.job.key.cell for s in states)
+    known = {cell: known[cell] for cell in cells if cell in known}
+    ledger = make_ledger(table, records, known)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_records(folder / "runs.jsonl", records)
+    write_json(folder / "prices.json", {"table": Path(name).stem, "quick": quick, "cells": known})
+    plot = draw(ledger, formats.csv_text(ledger))
+    if plot is None:
+        (folder / "plot.png").unlink(missing_ok=True)
+    else:
+        with whole_file(folder / "plot.png") as part:
+            part.write_bytes(plot)
+    for name_, text in texts(ledger, plot).items():
+        with whole_file(folder / name_) as part:
+            part.write_text(text, encoding="utf-8")
+    console = wide_console()
+    console.print(formats.terminal(ledger))
+    console.print(f"{folder / 'ledger.md'}, .csv, .tex, .html, plot.png", soft_wrap=True)
+    return ledger
+
+
+def texts(ledger: Ledger, plot: bytes | None) -> dict[str, str]:
+    """The texts of a ledger by file name."""
+    made = (formats.markdown(ledger), formats.csv_text(ledger), formats.latex(ledger), formats.html(ledger, plot))
+    return dict(zip(TEXTS, made, strict=True))
+
+
+def recompute(folder: Path) -> tuple[Ledger, list[Record], dict[str, str]]:
+    """A ledger's folder computed anew from its runs.jsonl, prices.json, picture and the table's description."""
+    head: dict[str, Any] = json.loads((folder / "prices.json").read_text(encoding="utf-8"))
+    table = read_table(find_table(head["table"]))
+    records = read_records(folder / "runs.jsonl")
+    ledger = make_ledger(quick_table(table) if head["quick"] else table, records, head["cells"])
+    plot = folder / "plot.png"
+    return ledger, records, texts(ledger, plot.read_bytes() if plot.is_file() else None)
+
+
+def _prices(folder: Path) -> dict[str, str]:
+    path = folder / "prices.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))["cells"]) if path.is_file() else {}
+
+
+def missing_prices(states: Sequence[State], known: Mapping[str, str]) -> dict[str, str]:
+    """Estimate what cells that have no finished run would take here; needs torch."""
+    done = {s.job.key.cell for s in states if s.status == "done"}
+    todo = [s for s in states if not s.job.hidden and s.job.key.cell not in {*done, *known}]
+    if not todo:
+        return {}
+    from rich.console import Console
+
+    from finetune_mile import devices
+    from finetune_mile.pricing.table_prices import in_words, price_cells
+
+    devices.use_threads()
+    with Console(stderr=True).status("timing a few steps, for the price of what was not run ..."):
+        offers = price_cells([s for s in states if s.job.key.cell in {t.job.key.cell for t in todo}], others=states)
+    return {cell: in_words(offer) for cell, offer in offers.items()}

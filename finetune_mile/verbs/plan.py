@@ -1,0 +1,254 @@
+"""`finetune-mile plan`: time a few real steps here, then say what a recipe or a whole table would take."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune_mile.flags import Parser, given_settings, parse
+from finetune_mile.problems import Problem
+from finetune_mile.settings import Resolved, resolve
+from finetune_mile.tables.resolving import NO_IMAGENET
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from finetune_mile.pricing.making import Offer
+
+EPILOG = """examples:
+  finetune-mile plan --init simclrv2-sk1 --fraction 0.01      all flags of run.py; ImageNet need not be here
+  finetune-mile plan --table ssl                              every cell of a table, and their sum
+"""
+
+
+def build_parser() -> Parser:
+    """The flags of its own; all others are run.py's."""
+    parser = Parser(
+        prog="finetune-mile plan", allow_abbrev=False, epilog=EPILOG,
+        usage="finetune-mile plan [flags of run.py | --table NAME]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Time a few steps of each kind on this machine; print steps, disk, memory, hours and warnings.",
+    )  # fmt: skip
+    parser.add_argument("--table", metavar="NAME", help="a table below recipes/tables/, or a file")
+    parser.add_argument("--quick", action="store_true", help="with --table: its short form")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="with --table: where its run folders are")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """0 fine, 2 the command or its input was wrong."""
+    options, rest = build_parser().parse_known_args(argv)
+    if options.table is not None:
+        sets = [word for flag, word in zip(rest[::2], rest[1::2], strict=False) if flag == "--set"]
+        if len(rest) != 2 * len(sets):
+            raise Problem(f"{rest[0]}: with --table only --quick, --runs and --set KEY=VALUE are understood")
+        return plan_table(options, sets)
+    if options.quick or options.runs:
+        raise Problem("--quick and --runs belong to --table NAME")
+    resolved, known = resolve_anywhere(rest)
+    from finetune_mile import devices
+    from finetune_mile.pricing.making import make_offer
+
+    devices.use_threads()
+    offer = make_offer(resolved.recipe)
+    sys.stdout.write(describe(resolved, offer, known))
+    return 0
+
+
+def resolve_anywhere(words: list[str]) -> tuple[Resolved, bool]:
+    """The recipe of run.py's flags; without ImageNet here it is planned all the same. Also: was the data found?"""
+    from finetune_mile.settings import find_imagenet
+
+    options = parse(words)
+    flags = given_settings(options)
+    if "data" not in flags:
+        try:
+            find_imagenet()
+        except Problem:
+            try:
+                return resolve(flags, options.sets), True
+            except Problem:
+                return resolve({**flags, "data": NO_IMAGENET}, options.sets), False
+    return resolve(flags, options.sets), True
+
+
+# ------------------------------------------------------------------------------------------ one recipe
+
+
+def describe(resolved: Resolved, offer: Offer, known: bool) -> str:
+    """An offer as lines for a reader."""
+    from finetune_mile.pricing.timing import device_words
+    from finetune_mile.tables.sheets import duration
+
+    recipe, counts, found = offer.recipe, offer.counts, offer.estimate
+    scene, seconds = offer.scene, found.seconds
+    away = "" if scene.here and known else "; not on this machine, counted from its description"
+    lines = [
+        ("recipe", f"{resolved.path.stem} ({resolved.why}): {recipe.method}, {recipe.variant} variant"),
+        ("data", f"{recipe.data.partition(':')[0]}: {scene.labelled:,} labelled of {scene.pools['all']:,} images, "
+                 f"{scene.val:,} to evaluate on, {scene.classes:,} classes{away}"),
+        ("network", _network_words(offer)),
+        ("steps", f"{counts.plan.total_steps:,} of batch {recipe.batch_size} = {counts.epochs:.1f} epochs of the "
+                  f"labelled images: {counts.interaction_steps:,} interaction, {counts.imitation_steps:,} imitation"),
+        ("generations", f"{counts.generations} in {len(counts.plan.phases)} phases"),
+        ("forwards", f"{counts.teacher_images:,} images by the teacher, {counts.evaluation_images:,} to evaluate"),
+        ("disk", f"{size_words(found.disk_bytes)}: checkpoints {size_words(found.checkpoint_bytes)}, export "
+                 f"{size_words(found.export_bytes)}, pseudo-labels {size_words(found.label_bytes)}"),
+        ("memory", f"about {size_words(found.memory_bytes)} for weights, optimiser and activations in one process"),
+        ("time", f"{duration(seconds.middle)} ({duration(seconds.low)} to {duration(seconds.high)}) on {device_words()}"
+                 + ("" if offer.reading_timed else "; reading images is not in it")),
+    ]  # fmt: skip
+    text = "".join(f"{name:<12}{line}\n" for name, line in lines)
+    return text + "".join(f"warning: {sentence}\n" for sentence in all_warnings(offer))
+
+
+def _network_words(offer: Offer) -> str:
+    facts, found = offer.network, offer.estimate
+    words = f"{facts.arch} at {facts.size} px, {found.parameters / 1e6:.1f} million numbers"
+    if not facts.here:
+        words += f"; the weights of {offer.recipe.init} are not here, which changes no timing"
+    if offer.teacher is not None:
+        words += f"; teacher {offer.teacher.arch}"
+    return words
+
+
+def all_warnings(offer: Offer) -> list[str]:
+    """Of the recipe, and of this machine."""
+    import shutil
+
+    found = list(offer.warnings)
+    free = shutil.disk_usage(".").free
+    if offer.estimate.disk_bytes > free:
+        found.append(f"the disk has {size_words(free)} left, a run wants {size_words(offer.estimate.disk_bytes)}")
+    memory = memory_here()
+    if memory is not None and offer.estimate.memory_bytes > memory:
+        found.append(
+            f"memory: about {size_words(offer.estimate.memory_bytes)} wanted, {size_words(memory)} are here; "
+            "set accumulate, or use more processes"
+        )
+    return found
+
+
+def memory_here() -> int | None:
+    """Bytes of the GPU, else of the machine; None where that cannot be told."""
+    import os
+
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def size_words(count: float) -> str:
+    """Bytes in the unit that a reader would use."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+# --------------------------------------------------------------------------------------- a whole table
+
+
+def plan_table(options: argparse.Namespace, sets: list[str]) -> int:
+    """Every cell of a table, and the sum of what is missing."""
+    from rich.console import Console
+
+    from finetune_mile.display import wide_console
+    from finetune_mile.tables.cells import make_jobs
+    from finetune_mile.tables.description import find_table, read_table
+    from finetune_mile.tables.quick import quick_table
+    from finetune_mile.tables.resolving import resolve_all
+    from finetune_mile.tables.states import look
+    from finetune_mile.verbs.table import settings_of
+
+    table = read_table(find_table(options.table))
+    if options.quick:
+        table = quick_table(table)
+    runs = options.runs or Path(table.runs)
+    jobs = make_jobs(table, runs, settings_of(sets))
+    states = look(jobs, resolve_all(jobs), runs)
+
+    from finetune_mile import devices
+    from finetune_mile.pricing.table_prices import price_cells
+
+    devices.use_threads()
+    with Console(stderr=True).status("timing a few steps ...") as status:
+        offers = price_cells(states, lambda cell: status.update(f"looking at {cell} ..."))
+    missing: dict[str, int] = {}
+    seeds: dict[str, int] = {}
+    for state in states:
+        cell = state.job.key.cell
+        seeds[cell] = seeds.get(cell, 0) + 1
+        missing[cell] = missing.get(cell, 0) + (state.status != "done")
+    console = wide_console()
+    console.print(table_of(table.title, offers, seeds, missing))
+    for line in sums(offers, seeds, missing):
+        console.print(line, soft_wrap=True)
+    return 0
+
+
+def table_of(title: str, offers: dict[str, Offer | str], seeds: dict[str, int], missing: dict[str, int]) -> RichTable:
+    """One line a cell."""
+    from rich.table import Table as RichTable
+
+    from finetune_mile.tables.sheets import duration
+
+    shown = RichTable(
+        "cell", "runs", "missing", "steps", "epochs", "generations", "teacher", "disk", "memory", "a run",
+        title=title, title_justify="left", box=None, pad_edge=False,
+    )  # fmt: skip
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for cell, offer in offers.items():
+        if isinstance(offer, str):
+            shown.add_row(cell, str(seeds[cell]), str(missing[cell]), offer)
+            continue
+        counts, found = offer.counts, offer.estimate
+        shown.add_row(
+            cell, str(seeds[cell]), str(missing[cell]), f"{counts.plan.total_steps:,}", f"{counts.epochs:.1f}",
+            str(counts.generations), _millions(counts.teacher_images), size_words(found.disk_bytes),
+            size_words(found.memory_bytes), duration(found.seconds.middle),
+        )  # fmt: skip
+    return shown
+
+
+def _millions(images: int) -> str:
+    return f"{images / 1e6:.1f} M" if images >= 1e6 else f"{images:,}"
+
+
+def sums(offers: dict[str, Offer | str], seeds: dict[str, int], missing: dict[str, int]) -> list[str]:
+    """Totals over cells and seeds, and the warnings of all cells, each once."""
+    from finetune_mile.pricing.timing import NOTHING, device_words
+    from finetune_mile.tables.sheets import duration
+
+    priced = {cell: offer for cell, offer in offers.items() if not isinstance(offer, str)}
+    lines = []
+    for name, times in (("all", seeds), ("missing", missing)):
+        total = NOTHING
+        for cell, offer in priced.items():
+            total = total + offer.estimate.seconds * times[cell]
+        lines.append(
+            f"{name} {sum(times.values())} runs: {duration(total.middle)} ({duration(total.low)} to "
+            f"{duration(total.high)}) on {device_words()}, one after another"
+        )
+    disk = sum(offer.estimate.disk_bytes * seeds[cell] for cell, offer in priced.items())
+    lines.append(f"disk {size_words(disk)}, if every run folder is kept")
+    if any(not offer.scene.here for offer in priced.values()):
+        lines.append("some data is not on this machine: images are counted from its description, reading is not timed")
+    if len(priced) < len(offers):
+        lines.append(f"{len(offers) - len(priced)} cells have no estimate and are not in the sums")
+    said: dict[str, list[str]] = {}
+    for cell, offer in priced.items():
+        for sentence in all_warnings(offer):
+            said.setdefault(sentence, []).append(cell)
+    lines += [
+        f"warning: {sentence} ({cells[0]}" + (f" and {len(cells) - 1} more cells)" if len(cells) > 1 else ")")
+        for sentence, cells in said.items()
+    ]
+    return lines

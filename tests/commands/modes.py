@@ -1,0 +1,78 @@
+"""Every mode of training, played one after another in the processes that are there: `modes.py FOLDER`.
+
+Starting processes takes longer than the runs, so two are started once. A mode is a line of flags; `distill` has the run
+of an earlier mode as its teacher.
+
+Group norm and SGD at a small rate, so that the order of a sum is not blown up. A process that is alone computes a batch
+in two accumulated parts, which are the sums that two processes make; and some modes also whole, into FOLDER/whole.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from shortcuts import SHORT, SHORT_MILE
+
+PLAIN = [
+    "--data",
+    "demo:120",
+    "--arch",
+    "resnet-demo-gn",
+    "--lr",
+    "0.01",
+    "--steps",
+    "12",
+    "--set",
+    "optimizer.name=sgd",
+]
+PLAIN += ["--set", "optimizer.warmup=0", "--set", "optimizer.schedule=constant"]
+MILE = [*SHORT_MILE, *PLAIN]
+OTHER = [*SHORT, *PLAIN, "--method"]
+SOFT = ["--set", "mile.targets=soft"]
+CYCLE = ["--set", "mile.pseudo_labels=cycle"]
+TENTH = ["--fraction", "0.1", "--semi"]
+TEACHER = "the run of the mode sigmoid"
+SHARE = ["--set", "labelled_share=0.4"]
+
+MODES = {
+    "softmax": [*OTHER, "softmax"],
+    "sigmoid": [*OTHER, "sigmoid"],
+    "mile": MILE,
+    "mile-soft": [*MILE, *SOFT],
+    "mile-argmax": [*MILE, "--set", "mile.targets=argmax"],
+    "mile-published": [*MILE, "--variant", "published"],
+    "mile-cycle": [*MILE, *CYCLE],
+    "mile-cycle-soft": [*MILE, *CYCLE, *SOFT],
+    "noisy-student": [*OTHER, "noisy-student"],
+    "self-distill": [*OTHER, "self-distill"],
+    "distill": [*OTHER, "distill", "--teacher", TEACHER],
+    "semi-all": [*MILE, *SOFT, *TENTH, "all"],
+    "semi-unlabelled": [*MILE, *SOFT, *TENTH, "unlabelled"],
+    "semi-share": [*MILE, *SOFT, *TENTH, "all", *SHARE, "--set", "mile.union=true"],
+    "semi-share-cycle": [*MILE, *SOFT, *TENTH, "unlabelled", *SHARE, *CYCLE],
+}
+
+WHOLE = ("sigmoid", "mile-soft", "semi-share-cycle")
+
+
+def play(folder):
+    from finetune_mile.run import main
+
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    runs = {mode: ([*flags, "--set", f"accumulate={1 + alone}"], folder / mode) for mode, flags in MODES.items()}
+    if alone:
+        runs |= {f"{mode}, whole": (MODES[mode], folder / "whole" / mode) for mode in WHOLE}
+    for mode, (flags, out) in runs.items():
+        found = [str(folder / "sigmoid") if flag == TEACHER else flag for flag in flags]
+        if main([*found, "--out", str(out)]) != 0:
+            sys.exit(f"{mode} failed")
+
+
+if __name__ == "__main__":
+    from accelerate import Accelerator
+
+    from finetune_mile import training
+
+    Accelerator.end_training = lambda self: None  # it would part the processes after the first mode
+    training.write_report = lambda *anything: None  # half of the time of a run this small
+    play(Path(sys.argv[1]))

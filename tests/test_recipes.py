@@ -1,0 +1,162 @@
+"""The recipes of the paper's tables: every value has a source, every cell a plan; the command picks the right one."""
+
+import re
+
+import pytest
+import yaml
+from shortcuts import ROOT
+
+from finetune_mile.plan import make_plan
+from finetune_mile.settings import check, choose_recipe, find_recipe, read_yaml, resolve
+
+FOLDERS = ("ssl", "semi", "imagenet")
+RECIPES = [path for folder in FOLDERS for path in sorted((ROOT / "recipes" / folder).glob("*.yaml"))]
+TRAIN = {0.01: 12_811, 0.05: 64_000, 0.1: 128_116, 1.0: 1_281_167}  # images; published lists at 1 and 10 %
+UPSTREAM = ("MILe paper", "published MILe code", "SimCLR paper", "SimCLR README", "SimCLR code", "SimCLR-v2 paper",
+            "SimCLR-v2 README", "BYOL paper", "BYOL code", "SwAV README", "SwAV eval_semisup.py", "VISSL",
+            "lightly benchmarks")  # fmt: skip
+# What a cell is (not how it is trained), and what leaves the weights as they are.
+NO_NUMBER = ("data", "init", "arch", "teacher", "truth", "fraction", "method", "variant", "seed", "evaluate",
+             "workers", "checkpoint_every", "log_every", "track")  # fmt: skip
+
+
+def solve(path, **given):
+    return check(read_yaml(path), given, [], path, "test")
+
+
+@pytest.mark.parametrize("fraction", TRAIN)
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_value_that_changes_a_number_says_where_it_is_from(path, fraction):
+    found = solve(path, fraction=fraction)
+    spoken = [key for key, speaker in found.said_by.items() if speaker.startswith(("recipe", "base"))]
+    changing = [key for key in spoken if key.partition(".")[0] not in NO_NUMBER]
+    assert len(changing) > 15
+    for key in changing:
+        source = found.sources.get(key, "")
+        named = source.startswith(UPSTREAM) or re.match(r"our choice: .{20}", source)
+        assert named, f"{path.name} at {fraction:g}: {key} has no source, but {source!r}"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_method_and_fraction_of_a_table_has_a_plan(path):
+    methods = {"ssl": ("softmax", "sigmoid", "mile"), "imagenet": ("softmax", "sigmoid", "mile"), "semi": (None,)}
+    for fraction in (0.01, 0.1) if path.parent.name == "semi" else TRAIN:
+        for method in methods[path.parent.name]:
+            recipe = solve(path, fraction=fraction, **({} if method is None else {"method": method})).recipe
+            pools = {"labelled": TRAIN[fraction], "all": TRAIN[1.0], "unlabelled": TRAIN[1.0] - TRAIN[fraction]}
+            plan = make_plan(recipe, labelled=TRAIN[fraction], pool_sizes=pools)
+            if recipe.method == "mile":
+                assert plan.phases[-1].name == "imitation"
+                assert len(plan.phases) >= 7, f"{path.name} at {fraction:g}: too few generations to iterate"
+
+
+@pytest.mark.parametrize(("fraction", "steps"), [(0.01, 751), (0.1, 3754), (1.0, 37535)])
+def test_simclrv2_takes_its_published_numbers_of_steps(fraction, steps):
+    recipe = solve(ROOT / "recipes/ssl/simclrv2.yaml", fraction=fraction, method="softmax").recipe
+    pools = {"labelled": TRAIN[fraction], "all": TRAIN[1.0], "unlabelled": 0}
+    assert make_plan(recipe, labelled=TRAIN[fraction], pool_sizes=pools).total_steps in (steps - 1, steps)
+    assert recipe.optimizer.lr == pytest.approx(0.005 * 1024**0.5)
+    assert recipe.head_from == (0 if fraction == 1 else 1)
+
+
+def test_what_upstream_says_of_each_family():
+    swav = solve(ROOT / "recipes/ssl/swav.yaml", fraction=0.01).recipe.optimizer
+    assert (swav.lr, swav.head_lr, swav.gamma, swav.milestones) == (0.02, 5.0, 0.2, ("12 epochs", "16 epochs"))
+    large = solve(ROOT / "recipes/ssl/simclrv2-large.yaml", fraction=0.01).recipe
+    assert large.optimizer.lr == pytest.approx(0.002 * 1024**0.5)
+    assert (large.optimizer.name, large.head_weight, large.sync_batch_norm) == ("lars", "zero", True)
+    assert solve(ROOT / "recipes/semi/self-distilled.yaml").recipe.distill.temperature == 0.1
+
+
+@pytest.mark.parametrize(
+    ("flags", "stem"),
+    [
+        ({"init": "simclrv2-sk1"}, "simclrv2-large"),
+        ({"init": "simclrv2-r50-2x-sk0"}, "simclrv2-large"),
+        ({"init": "simclrv2-r50-1x-sk1"}, "simclrv2-large"),  # an alias
+        ({"init": "simclrv2-sk1::ema_model"}, "simclrv2-large"),
+        ({"init": "simclrv2-sk0"}, "simclrv2"),
+        ({"init": "simclr", "data": "imagenet"}, "simclr"),
+        ({"init": "byol", "data": "imagenet:somewhere"}, "byol"),
+        ({"init": "swav", "data": "hf:ILSVRC/imagenet-1k"}, "swav"),
+        ({"init": "vissl-mocov2-200ep"}, "mocov2"),
+        ({"init": "mocov2", "data": "folder:photos"}, "finetune"),
+        ({"init": "mocov2", "data": "hf:me/birds"}, "finetune"),
+        ({"init": "mocov2", "recipe": "ssl/any"}, "any"),
+        ({"init": "deepclusterv2"}, "finetune"),
+        ({"init": "no-such-card"}, "finetune"),
+        ({"init": "timm:resnet50"}, "finetune"),
+        ({"init": "none", "data": "imagenet"}, "finetune"),
+        ({"init": "simclr-demo"}, "demo"),
+        ({}, "demo"),
+    ],
+)
+def test_the_recipe_follows_from_weights_and_data(flags, stem):
+    path, why = choose_recipe(flags)
+    assert path.stem == stem
+    assert why
+
+
+def test_simclrs_tensorflow_files_are_known_by_their_index(shared, tmp_path):
+    source = shared / "checkpoints/simclrv2_tf1_sk1"
+    (tmp_path / "model.ckpt-1.index").write_bytes((source / "model.ckpt-1.index").read_bytes())
+    for init in (tmp_path, tmp_path / "model.ckpt-1", tmp_path / "model.ckpt-1.index"):
+        assert choose_recipe({"init": str(init)})[0].stem == "simclrv2-large"
+    (tmp_path / "model.ckpt-1.index").write_bytes(b"not an index at all")
+    assert choose_recipe({"init": str(tmp_path)})[0].stem == "finetune"
+
+
+def test_imagenet_is_found_and_who_said_so_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("IMAGENET_DIR", str(tmp_path))
+    found = resolve({"init": "simclrv2-sk1", "fraction": 0.01}, [])
+    assert found.recipe.data == f"imagenet:{tmp_path}"
+    assert found.said_by["data"] == "IMAGENET_DIR"
+    assert found.recipe.epochs == 60
+    assert found.sources["epochs"].startswith("SimCLR-v2 README")
+    assert resolve({"recipe": "imagenet/scratch"}, []).recipe.data == f"imagenet:{tmp_path}"
+    monkeypatch.delenv("IMAGENET_DIR")
+    (tmp_path / "data/imagenet").mkdir(parents=True)
+    assert resolve({"init": "mocov2", "data": "imagenet"}, []).recipe.data == "imagenet:data/imagenet"
+
+
+def cells(name):
+    """Block, row, column and recipe of every cell of a table."""
+    table = yaml.safe_load((ROOT / f"recipes/tables/{name}.yaml").read_text())
+    for block in table["blocks"]:
+        for column, here in block["columns"].items():
+            for row, own in block["rows"].items():
+                settings = table["settings"] | block.get("settings", {}) | here | own["settings"]
+                path = find_recipe(settings.pop("recipe"))
+                sets = [f"{key}={settings.pop(key)}" for key in list(settings) if "." in key]
+                yield block, row, column, check(read_yaml(path), settings, sets, path, "test").recipe
+
+
+@pytest.mark.parametrize(("name", "count"), [("ssl", 27), ("semi", 10), ("imagenet", 24)])
+def test_every_cell_of_a_table_is_a_recipe(name, count):
+    seen = set()
+    for block, row, column, recipe in cells(name):
+        assert recipe.fraction == float(column.removesuffix(" %")) / 100
+        assert recipe.data == "imagenet"
+        assert recipe.truth == "real"
+        assert recipe.method == ("mile" if "mile" in row else recipe.method)
+        if "paper" in block:
+            assert block["paper"][row][column]["accuracy"] > 0
+        seen.add(recipe)
+    assert len(seen) == count, "two cells are the same run"
+
+
+def test_the_papers_numbers_are_the_papers(shared):
+    paper = yaml.safe_load((shared / "paper/tables.yaml").read_text())
+    found = {name: list(cells(name)) for name in ("ssl", "semi", "imagenet")}
+    for name, source in (("ssl", paper["ssl"]), ("semi", paper["semi_supervised"])):
+        rows = {(row, column): block["paper"] for block, row, column, _ in found[name] if "paper" in block}
+        assert len(rows) == sum(len(source["fractions"]) for key in source if key != "fractions")
+        for (row, column), numbers in rows.items():
+            at = source["fractions"].index(float(column.removesuffix(" %")) / 100)
+            wanted = source[row.replace("self-", "self_")]
+            assert numbers[row][column] == {m: wanted[m][at] for m in ("accuracy", "real_f1") if m in wanted}
+    for block, row, column, recipe in found["imagenet"]:
+        wanted, at = paper["imagenet"][recipe.arch], paper["imagenet"]["fractions"].index(recipe.fraction)
+        assert block["paper"][row][column] == {measure: wanted[measure][row][at] for measure in wanted}
