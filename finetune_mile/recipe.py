@@ -88,8 +88,8 @@ class Auto(Section):
     gate: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(
         description="off: labels are added whatever the held-out images say"
     )
-    v_min: float = Field(ge=0, description="the gate needs v (hits of given labels against chance) at least here")
-    g_min: float = Field(ge=0, description="and g (misses where the teacher is surest against all) at least here")
+    v_min: float = Field(ge=0, description="the gate needs v (hits of given labels, 1 = chance) two errors above this")
+    g_min: float = Field(ge=0, description="and g (misses where the teacher is surest against all) one above this")
     beta: float = Field(ge=0, le=1, description="the least target of a label that was found")
     ce: float = Field(ge=0, description="weight of the softmax term, which keeps the order of the labels")
     teacher: float = Field(ge=0, le=1, description="the teacher's share in that term; the rest is the given label")

@@ -217,8 +217,9 @@ class Watch:
             self.folder.append({"step": step, "kind": "gate", **seen})
         self.accelerator.log({f"gate/{k}": float(v) for k, v in seen.items() if k != "generation"}, step=step)
         self.display.say(
-            f"generation {verdict.generation}: gate {'open' if verdict.open else 'closed'}, v {verdict.v:.2f}, "
-            f"g {verdict.g:.2f} ± {verdict.g_error:.2f}, {verdict.labels_found:.1f} labels found per image"
+            f"generation {verdict.generation}: gate {'open' if verdict.open else 'closed'}, "
+            f"v {verdict.v:.2f} ± {verdict.v * verdict.v_error:.2f}, g {verdict.g:.2f} ± {verdict.g_error:.2f}, "
+            f"{verdict.labels_found:.1f} labels found per image"
         )
         self._mark = time.monotonic()
 

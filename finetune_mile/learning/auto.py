@@ -33,8 +33,13 @@ class Verdict:
     thresholds: tuple[float, ...]  # (C,) on the logits
 
 
-def judge(rule: Auto, generation: int, logits: Tensor, labels: Tensor, prior: Tensor) -> Verdict:
+def judge(
+    rule: Auto, generation: int, logits: Tensor, labels: Tensor, prior: Tensor, *, was_open: bool = False
+) -> Verdict:
     """Thresholds for the next imitation, and whether there is anything to find.
+
+    To open the gate, v must be above chance by two standard errors and g above its bar by one. Once open, g may lie one
+    below: closing throws away what the student learned, so it takes evidence too.
 
     Args:
         rule: the settings.
@@ -42,10 +47,12 @@ def judge(rule: Auto, generation: int, logits: Tensor, labels: Tensor, prior: Te
         logits: (N, C) of the teacher, in eval mode on the plain view.
         labels: (N,) given.
         prior: (C,) how often each class is given.
+        was_open: the verdict of the generation before.
     """
     v, v_error, found_rate, thresholds = lee_liu(logits, labels, prior)
     g, g_error = clear_misses(logits, labels)
-    something = g - g_error >= rule.g_min and v >= rule.v_min
+    above_chance = v * (1 - 2 * v_error) >= rule.v_min
+    something = above_chance and g + (g_error if was_open else -g_error) >= rule.g_min
     return Verdict(
         generation=generation, open=rule.gate == "off" or something, v=v, v_error=v_error, g=g, g_error=g_error,
         found_rate=found_rate, labels_found=float((logits.double() > thresholds).sum(1).double().mean()),

@@ -43,8 +43,10 @@ class Gate:
             return
         assert self.roles.teacher is not None
         logits, labels = self.look(self.roles.teacher)
-        self.verdicts.append(judge(phase.targets, phase.generation, logits, labels, self.prior))
-        self.tell(step, self.verdicts[-1])
+        was_open = bool(self.verdicts) and self.verdicts[-1].open
+        verdict = judge(phase.targets, phase.generation, logits, labels, self.prior, was_open=was_open)
+        self.verdicts.append(verdict)
+        self.tell(step, verdict)
 
     def played(self, phase: Phase) -> Phase:
         """A phase as it was decided to be played; as it was planned where nothing is decided."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,12 +15,12 @@ from finetune_mile.images.sources.demo import load
 from finetune_mile.learning.auto import Verdict, clear_misses, found_labels, judge, lee_liu
 from finetune_mile.learning.gate import Gate
 from finetune_mile.learning.losses import bce, phase_loss
-from finetune_mile.learning.phases import Auto, Given, Phase, mile
-from finetune_mile.learning.targets import make_targets
+from finetune_mile.learning.phases import Auto, Given, Phase, Threshold, mile
+from finetune_mile.learning.targets import make_targets, rank_targets
 from finetune_mile.problems import Problem
 from finetune_mile.run import main
 
-RULE = Auto(beta=0.9, ce=3.0, gate="auto", v_min=1.25, g_min=0.5)
+RULE = Auto(beta=0.9, ce=3.0, teacher=0.5, gate="auto", v_min=1.0, g_min=0.5)
 SHORT_AUTO = [
     *SHORT,
     "--arch",
@@ -104,16 +105,24 @@ def test_single_objects_and_uniform_noise_close_the_gate():
     noise = torch.where(torch.rand(3000, generator=torch.manual_seed(0)) < 0.4, torch.randint(0, 10, (3000,)), labels)
     noisy = judge(RULE, 0, mixture(1)[0], noise, torch.ones(10))
     assert not noisy.open
-    assert noisy.v < 1.25
+    assert noisy.v * (1 - 2 * noisy.v_error) < 1
     assert noisy.g > 0.5, "only v tells noise from objects"
     perfect = judge(RULE, 0, mixture(1)[0], mixture(1)[0].argmax(1), torch.ones(10))
     assert not perfect.open
     assert perfect.v == perfect.g == 0
 
 
+def test_an_open_gate_closes_on_evidence_only():
+    logits, labels, _ = mixture(4, images=1000)
+    g, error = clear_misses(logits, labels)
+    strict = replace(RULE, g_min=g + error / 2)  # neither side is sure
+    assert not judge(strict, 0, logits, labels, torch.ones(10)).open
+    assert judge(strict, 1, logits, labels, torch.ones(10), was_open=True).open
+
+
 def test_the_gate_can_be_taken_away():
     logits, labels, _ = mixture(1, blur=2.0)
-    assert judge(Auto(beta=0.9, ce=3.0, gate="off", v_min=1.25, g_min=0.5), 0, logits, labels, torch.ones(10)).open
+    assert judge(replace(RULE, gate="off"), 0, logits, labels, torch.ones(10)).open
 
 
 def test_misses_of_the_surest_images():
@@ -128,7 +137,7 @@ def test_misses_of_the_surest_images():
 
 
 def test_targets_keep_the_order_and_the_given_label():
-    rule = Auto(beta=0.9, ce=3.0, gate="auto", v_min=1.25, g_min=0.5, thresholds=(-1.0, -1.0, 1.0))
+    rule = replace(RULE, thresholds=(-1.0, -1.0, 1.0))
     logits = torch.tensor([[0.0, 2.0, 0.9], [-2.0, -2.0, -2.0]])
     expected = torch.tensor([[0.95, 0.9 + 0.1 / (1 + math.exp(-2.0)), 0.0], [0.0, 0.0, 0.0]])
     assert torch.allclose(found_labels(rule, logits), expected)
@@ -137,14 +146,19 @@ def test_targets_keep_the_order_and_the_given_label():
     assert torch.allclose(full, expected)
 
 
-def test_the_softmax_term_counts_given_labels_only():
+def test_the_softmax_term_is_the_given_label_and_the_teacher():
     phase = Phase(
         name="imitation", generation=0, steps=1, start="student", becomes=("student",), loss="bce", targets=RULE
     )
-    logits, targets = torch.randn(2, 3), torch.rand(2, 3)
-    ranked = phase_loss(phase, logits, targets, torch.tensor([1, -1]))
-    expected = bce(logits, targets) - 3.0 * logits[0].log_softmax(0)[1] / 2
-    assert float(ranked) == pytest.approx(float(expected), rel=1e-5)
+    logits, targets, teacher = torch.randn(2, 3), torch.rand(2, 3), torch.randn(2, 3)
+    ranks = rank_targets(RULE, torch.tensor([1, -1]), teacher)
+    soft = teacher.softmax(1)
+    assert torch.allclose(ranks, 0.5 * soft + torch.tensor([[0.0, 0.5, 0.0], [0.0, 0.0, 0.0]]))
+    expected = bce(logits, targets) - 3.0 * (ranks * logits.log_softmax(1)).sum() / 2
+    assert float(phase_loss(phase, logits, targets, ranks)) == pytest.approx(float(expected), rel=1e-5)
+    term, moved = (phase_loss(phase, z, targets, ranks) - bce(z, targets) for z in (logits, logits + 2))
+    assert float(moved) == pytest.approx(float(term), rel=1e-4), "it does not see a common shift"
+    assert rank_targets(Threshold(rho=0.1), torch.tensor([1, -1]), teacher) is None
 
 
 def test_a_closed_generation_is_an_interaction_that_goes_on():
@@ -228,7 +242,7 @@ def test_a_closed_gate_is_plain_training_bit_by_bit(run_demo):
         ["--set", "auto.gate=off", "--variant", "published", "--set", "head_bias=prior"],
         ["--set", "auto.v_min=0", "--set", "auto.g_min=0.95", "--semi", "all", "--fraction", "0.5"],
     ],
-    ids=["open", "published", "semi"],
+    ids=["open", "teacher", "semi"],
 )
 def test_a_stop_after_any_step_changes_no_decision(run_demo, tmp_path, monkeypatch, flags):
     from finetune_mile import watch
@@ -272,6 +286,7 @@ def test_an_imitation_starts_at_the_thresholds(run_demo, monkeypatch):
     kinds = [name for name, *_ in moved]
     assert kinds == ["interaction", "interaction", "imitation", "interaction", "imitation"]
     down, up, stays = moved[2], moved[3], moved[4]
-    assert torch.allclose(down[1], -torch.tensor(down[3].thresholds), atol=1e-5)
+    thresholds = torch.tensor(down[3].thresholds)  # infinite where a class is every image's top one
+    assert torch.allclose(down[1], -torch.where(thresholds.isfinite(), thresholds, 0.0), atol=1e-5)
     assert torch.allclose(up[1], down[2], atol=1e-5)
     assert float(stays[1].abs().max()) == 0, "the student's own weights are where they were"
