@@ -97,7 +97,7 @@ def _mile_knobs(recipe: Recipe, bare: Plan, pool: Pool) -> dict[str, object]:
     mile = recipe.mile
     assert mile is not None
     targets: Targets
-    if mile.rho == "auto":
+    if isinstance(mile.rho, str):
         assert recipe.auto is not None
         how = recipe.auto
         targets = Auto(**how.model_dump(include={"beta", "ce", "teacher", "gate", "v_min", "g_min"}))

@@ -20,6 +20,15 @@ Amount = Annotated[int | str, AfterValidator(check_amount)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Rho = Annotated[float, Field(gt=0, lt=1)]
 
+
+def _rho_or_auto(value: float | str) -> float | str:
+    if value != "auto" and not (isinstance(value, float) and 0 < value < 1):
+        raise ValueError("must be a number between 0 and 1, or auto")
+    return value
+
+
+RhoOrAuto = Annotated[float | str, AfterValidator(_rho_or_auto)]
+
 # Where the paper and its published code disagree; a recipe field that is set wins over its column.
 VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {
@@ -58,7 +67,7 @@ class Mile(Section):
     k_s: Amount = Field(description="imitation, in the same units")
     warmup: Amount | Literal[0] = Field(description="interaction before the first generation; 0: none")
     last: Amount | None = Field(default=None, description="the last imitation, where it differs from k_s")
-    rho: Rho | Literal["auto"] = Field(description="threshold on the teacher's sigmoids; auto: see the block auto:")
+    rho: RhoOrAuto = Field(description="threshold on the teacher's sigmoids; auto: see the block auto:")
     imitate_from: Literal["student", "teacher"] = Field(description="weights an imitation starts from")
     phase_steps: Literal["exact", "minus_one"] = Field(description="k steps a phase, or k - 1")
     pseudo_labels: Literal["batch", "cycle"] = Field(
@@ -279,7 +288,7 @@ class Recipe(Section):
         """The pseudo-label threshold that f1@rho is read at; None where the method has none."""
         if self.method == "mile":
             assert self.mile is not None
-            return None if self.mile.rho == "auto" else self.mile.rho
+            return self.mile.rho if isinstance(self.mile.rho, float) else None
         return None if self.method in LABELS_ALONE else self.imitation.rho
 
 

@@ -290,3 +290,17 @@ def test_an_imitation_starts_at_the_thresholds(run_demo, monkeypatch):
     assert torch.allclose(down[1], -torch.where(thresholds.isfinite(), thresholds, 0.0), atol=1e-5)
     assert torch.allclose(up[1], down[2], atol=1e-5)
     assert float(stays[1].abs().max()) == 0, "the student's own weights are where they were"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--rho", "aut"], "--rho aut: must be a number between 0 and 1, or auto"),
+        (["--rho", "1"], "--rho 1: must be a number between 0 and 1, or auto"),
+        (["--recipe", "multi-mnist/mile", "--data", "demo", "--rho", "auto"], "--rho auto needs a block auto:"),
+        (["--rho", "auto", "--set", "mile.pseudo_labels=cycle"], "--rho auto needs mile.targets: threshold"),
+    ],
+)
+def test_wrong_settings_are_named(capsys, flags, sentence):
+    assert main(flags) == 2
+    assert sentence in capsys.readouterr().err
