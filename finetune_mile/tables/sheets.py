@@ -86,7 +86,7 @@ def results(ledger: BlockLedger) -> list[Sheet]:
         for row in block.shown_rows:
             found = {c: ledger.cell(row, c) for c in block.shown_columns}
             shown = [_ours(ledger, found[c], m) for c in block.shown_columns for m in measures]
-            cells = [c for c in found.values() if c is not None]
+            cells = [c for c in found.values() if c is not None and c.column in block.columns]
             rows.append((row, *shown, *_facts(cells)))
         return [Sheet(caption=caption, head=("", *head, *FACTS), rows=tuple(rows))]
     sheets = []
