@@ -232,7 +232,9 @@ def duration(seconds: float) -> str:
     """Seconds in the unit that a reader would use."""
     if seconds < 100:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:,.{1 if seconds < 360_000 else 0}f} h"
 
 
 def place(cell: Cell) -> str:
