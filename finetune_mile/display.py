@@ -26,14 +26,14 @@ CLOSING = (
 class Display:
     """Progress on stderr; quiet on every process but the first."""
 
-    def __init__(self, total_steps: int, first_step: int, *, visible: bool) -> None:
+    def __init__(self, total_steps: int, first_step: int, *, visible: bool, unit: str = "generation") -> None:
         self.console = Console(stderr=True, quiet=not visible)
         self.total, self.visible = total_steps, visible
         self._bar: Progress | None = None
         self._labels: TaskID | None = None
         if self.console.is_terminal and visible:
             self._bar = Progress(
-                TextColumn("[bold]{task.fields[phase]:<11}"), TextColumn("generation {task.fields[generation]}"),
+                TextColumn("[bold]{task.fields[phase]:<11}"), TextColumn(f"{unit} {{task.fields[generation]}}"),
                 BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]:,.0f} images/s"),
                 TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn(), console=self.console,
             )  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import yaml
+from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +30,7 @@ def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport
         out.width = max(out.width, PIPED_WIDTH)
     recipe, world = session.recipe, session.accelerator.num_processes
     if full:
-        out.print(_settings(resolved))
+        out.print(settings_table(resolved.recipe, resolved.said_by, resolved.sources))
         out.print(_phases(plan.phases))
         steps = trace(plan.phases)
         out.print(f"trace   {_runs(steps[:400])}{' ...' if len(steps) > 400 else ''}")
@@ -63,7 +65,8 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def _settings(resolved: Resolved) -> Table:
+def settings_table(recipe: BaseModel, said_by: Mapping[str, str], sources: Mapping[str, str]) -> Table:
+    """Every setting, its value, who said so, and where it is from."""
     table = Table(
         "setting",
         "value",
@@ -74,13 +77,13 @@ def _settings(resolved: Resolved) -> Table:
         box=None,
         pad_edge=False,
     )
-    tree = resolved.recipe.model_dump(mode="json")
+    tree = recipe.model_dump(mode="json")
     for key, value in tree.items():
         inner = value.items() if isinstance(value, dict) else [(None, value)]
         for sub, leaf in inner:
             dotted = key if sub is None else f"{key}.{sub}"
             shown = yaml.safe_dump(leaf, default_flow_style=True).removesuffix("...\n").strip()
-            table.add_row(dotted, shown, resolved.said_by.get(dotted, "schema"), resolved.sources.get(dotted, ""))
+            table.add_row(dotted, shown, said_by.get(dotted, "schema"), sources.get(dotted, ""))
     return table
 
 

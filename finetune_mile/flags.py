@@ -14,6 +14,7 @@ SETTINGS = (
     "recipe", "init", "fraction", "split", "truth", "method", "variant", "data", "arch", "semi", "teacher",
     "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed", "keep_head", "track",
 )  # fmt: skip
+NUMBERS = ("fraction", "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed")  # in the YAML sense
 
 EPILOG = """examples:
   accelerate launch finetune_mile/run.py                                   the demo, about a minute on two cores
@@ -73,8 +74,18 @@ def build_parser() -> Parser:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the flags; `-` and `_` are the same, and an unknown flag is answered with the nearest one."""
-    parser = build_parser()
+    """Read the flags of run.py."""
+    return read_flags(build_parser(), argv, SETTINGS)
+
+
+def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> argparse.Namespace:
+    """Read flags; `-` and `_` are the same, and an unknown flag is answered with the nearest one.
+
+    Args:
+        parser: with --resume, --out, --overwrite and --set among its flags.
+        argv: the words.
+        settings: flags that are keys of the recipe, which --resume goes without.
+    """
     known = sorted(parser._option_string_actions)
     tidy = []
     for word in argv:
@@ -89,38 +100,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if rest:
         raise Problem(f"{rest[0]}: what is this? every setting is a flag (--help lists them)")
     if options.resume is not None:
-        others = sorted(set(given_settings(options)) | ({"set"} if options.sets else set()))
+        others = sorted(set(given_settings(options, settings)) | ({"set"} if options.sets else set()))
         if others or options.out is not None or options.overwrite:
             name = "--" + (others[0].replace("_", "-") if others else "out or --overwrite")
             raise Problem(f"--resume goes on with a run as it was and takes no other setting; leave out {name}")
     return options
 
 
-def given_settings(options: argparse.Namespace) -> dict[str, Any]:
+def given_settings(options: argparse.Namespace, settings: tuple[str, ...] = SETTINGS) -> dict[str, Any]:
     """The settings that were given, by recipe key; numbers in the YAML sense are numbers."""
     import yaml
 
-    found = {}
-    for key in SETTINGS:
-        text = getattr(options, key)
-        if text is None:
-            continue
-        words = key in (
-            "recipe",
-            "init",
-            "data",
-            "split",
-            "truth",
-            "arch",
-            "teacher",
-            "method",
-            "variant",
-            "semi",
-            "track",
-            "keep_head",
-        )
-        found[key] = text if words else yaml.safe_load(text)
-    return found
+    found = {key: getattr(options, key) for key in settings if getattr(options, key) is not None}
+    return {key: yaml.safe_load(text) if key in NUMBERS else text for key, text in found.items()}
 
 
 def _unknown(flag: str, known: list[str]) -> str:

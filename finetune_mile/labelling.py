@@ -25,6 +25,7 @@ from finetune_mile.runlog import whole_file
 from finetune_mile.session import Session
 
 BLOCK = 32768  # images whose logits are held at a time: 131 MB with 1,000 classes
+ROWS = 2048  # of them become targets at a time
 
 
 def pool_labeller(
@@ -68,10 +69,11 @@ def pool_labeller(
 def _label_block(session: Session, roles: Roles, phase: Phase, part: Indices, tick: Callable[[], None]) -> Block:
     assert roles.teacher is not None
     logits = session.logits(roles.teacher, session.pools.images, part, tick)
-    none = torch.full((len(part),), -1)  # the union with given labels is made per batch
-    targets = make_targets(phase.targets, none, logits, session.num_classes, phase.loss)
-    targets = targets.nan_to_num_(0.0)  # images that cannot be read: no labels
-    return encode(targets, soft=isinstance(phase.targets, Soften))
+    for some in logits.split(ROWS):  # in place, for the memory
+        none = torch.full((len(some),), -1)  # the union with given labels is made per batch
+        some.copy_(make_targets(phase.targets, none, some, session.num_classes, phase.loss))
+    logits.nan_to_num_(0.0)  # images that cannot be read: no labels
+    return encode(logits, soft=isinstance(phase.targets, Soften))
 
 
 def _make_room(folder: Path) -> None:

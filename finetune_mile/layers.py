@@ -78,14 +78,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-def find_recipe(name: str) -> Path:
-    """A recipe by path, or by its name below recipes/ with or without the ending."""
-    folder = shipped("recipes")
+def find_recipe(name: str, below: str = "") -> Path:
+    """A recipe by path, or by its name below recipes/ (or a folder in it) with or without the ending."""
+    folder = shipped("recipes") / below
     for path in (Path(name), folder / name, folder / f"{name}.yaml"):
         if path.is_file():
             return path
     found = [p.relative_to(folder) for p in sorted(folder.rglob("*.yaml"))]
-    names = [str(p.with_suffix("")) for p in found if p.parts[0] not in ("splits", "tables")]
+    names = [str(p.with_suffix("")) for p in found if p.parts[0] not in ("splits", "tables", "pretrain")]
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:5]
     raise Problem(f"--recipe {name}: no such file or recipe; there are {', '.join(near)}")
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -18,6 +18,7 @@ from finetune_mile.places import shipped
 from finetune_mile.problems import Problem
 from finetune_mile.recipe import VARIANTS, Recipe
 
+Model = TypeVar("Model", bound=BaseModel)
 __all__ = ["Resolved", "check", "choose_recipe", "find_imagenet", "find_recipe", "read_yaml", "resolve", "to_yaml"]
 
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
@@ -55,7 +56,7 @@ def choose_recipe(flags: Mapping[str, Any]) -> tuple[Path, str]:
 def is_imagenet(data: str | None) -> bool:
     """Is --data ImageNet? Nothing beside a paper's --init is."""
     scheme, _, where = (data or "imagenet").partition(":")
-    return scheme == "imagenet" or (scheme == "hf" and "imagenet-1k" in where.lower())
+    return scheme == "imagenet" or (scheme == "hf" and any(n in where.lower() for n in ("imagenet-1k", "ilsvrc")))
 
 
 def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
@@ -83,21 +84,16 @@ def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path:
     wrong: list[str] = []
     layers = layers_of(tree, path)
     plain = put_together(layers, None).tree
-    over = _flag_settings(given, sets, plain, wrong)
+    over = _flag_settings(given, plain, wrong) | set_settings(sets, wrong)
     fraction, _ = over.get("fraction", (plain.get("fraction"), ""))
     merged = put_together(layers, _share(fraction))
-    _put_flags(merged, over)
+    put_flags(merged, over)
     if {"steps", "epochs"} <= given.keys():
         wrong.append("--steps and --epochs: give one of them")
     elif "steps" in over or "epochs" in over:
         merged.forget("epochs" if "steps" in over else "steps")
     _put_variant(merged)
-    try:
-        recipe = Recipe.model_validate(merged.tree)
-    except ValidationError as error:
-        wrong += explain(error, path, merged)
-    if wrong:
-        raise Problem(*wrong)
+    recipe = validated(Recipe, merged, path, wrong)
     return Resolved(recipe=recipe, path=path, why=why, said_by=merged.said_by, sources=merged.sources)
 
 
@@ -110,7 +106,8 @@ def _share(fraction: object) -> float | None:
     return share if 0 < share <= 1 else None
 
 
-def _put_flags(merged: Merged, over: Mapping[str, tuple[Any, str]]) -> None:
+def put_flags(merged: Merged, over: Mapping[str, tuple[Any, str]]) -> None:
+    """Put (value, speaker) by dotted key on top."""
     for dotted, (value, speaker) in over.items():
         put(merged.tree, dotted, value)
         merged.said_by[dotted] = speaker
@@ -128,9 +125,18 @@ def _put_variant(merged: Merged) -> None:
             merged.said_by[dotted] = f"variant {variant}"
 
 
-def _flag_settings(
-    given: Mapping[str, Any], sets: list[str], tree: dict[str, Any], wrong: list[str]
-) -> dict[str, tuple[Any, str]]:
+def validated(model: type[Model], merged: Merged, path: Path, wrong: list[str]) -> Model:
+    """The checked settings, or a `Problem` with what is wrong with them after what was `wrong` already."""
+    try:
+        recipe = model.model_validate(merged.tree)
+    except ValidationError as error:
+        raise Problem(*wrong, *explain(error, path, merged, model)) from error
+    if wrong:
+        raise Problem(*wrong)
+    return recipe
+
+
+def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[str]) -> dict[str, tuple[Any, str]]:
     method = str(given.get("method", tree.get("method")))
     over: dict[str, tuple[Any, str]] = {}
     for key, value in given.items():
@@ -144,6 +150,12 @@ def _flag_settings(
             wrong.append(f"{flag} belongs to a method with a teacher, and the method is {method}")
         else:
             over[dotted] = (value, flag)
+    return over
+
+
+def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]]:
+    """`--set KEY=VALUE` arguments by dotted key, with who said them; what cannot be read goes into `wrong`."""
+    over: dict[str, tuple[Any, str]] = {}
     for pair in sets:
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
@@ -160,7 +172,7 @@ def _flag_settings(
 # ---------------------------------------------------------------------------------- errors in words
 
 
-def explain(error: ValidationError, path: Path, merged: Merged) -> list[str]:
+def explain(error: ValidationError, path: Path, merged: Merged, model: type[BaseModel] = Recipe) -> list[str]:
     """Each of pydantic's complaints as a sentence that names the flag or the key."""
     sentences: list[str] = []
     for item in error.errors():
@@ -169,7 +181,7 @@ def explain(error: ValidationError, path: Path, merged: Merged) -> list[str]:
         place = merged.places.get(dotted, f"recipe {path.name}: ")
         where = speaker if speaker.startswith("--") else f"{place}{dotted}"
         if item["type"] == "extra_forbidden":
-            sentence = f"{where}: unknown key{_nearest(dotted)}"
+            sentence = f"{where}: unknown key{_nearest(dotted, model)}"
         elif item["type"] == "missing":
             sentence = f"recipe {path.name}: {dotted} is missing, and nothing else says it"
         else:
@@ -186,18 +198,17 @@ def _is_union_branch(part: object) -> bool:
     return isinstance(part, str) and ("[" in part or part in ("int", "str", "float"))
 
 
-def _nearest(dotted: str) -> str:
+def _nearest(dotted: str, model: type[BaseModel]) -> str:
     block, _, key = dotted.rpartition(".")
-    model: type[BaseModel] = Recipe
-    if block in Recipe.model_fields:
-        annotation = Recipe.model_fields[block].annotation
+    if block in model.model_fields:
+        annotation = model.model_fields[block].annotation
         options = [annotation, *get_args(annotation)]
         model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
     near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(model.model_fields)}"
 
 
-def to_yaml(recipe: Recipe) -> str:
+def to_yaml(recipe: BaseModel) -> str:
     """The whole recipe, every value spelled out, so that it runs again as it is."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 

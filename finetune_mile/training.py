@@ -25,7 +25,7 @@ from finetune_mile.problems import Problem
 from finetune_mile.runlog import RunFolder, environment, whole_file, write_json
 from finetune_mile.session import Session
 from finetune_mile.settings import to_yaml
-from finetune_mile.watch import Signals, Stopped, Watch
+from finetune_mile.watch import Signals, Watch, recorded
 
 
 def open_folder(session: Session, path: Path, report: LoadReport, overwrite: bool) -> RunFolder:
@@ -48,34 +48,13 @@ def play(
     session: Session, plan: Plan, network: nn.Module, teacher: nn.Module | None, folder: RunFolder, signals: Signals
 ) -> int:
     """Train what is left, then finish; returns the exit code."""
-    accelerator = session.accelerator
-    if folder.info.get("status") == "finished" and (folder.path / "results.json").is_file():
-        accelerator.print(f"{folder.path} is finished; its results are in results.json")
-        return 0
-    record = folder.update if accelerator.is_main_process else _nobody
-    try:
-        record(status="running")
+
+    def work() -> dict[str, object]:
         learner, watch = _train(session, plan, network, teacher, folder, signals)
         _finish(session, learner, folder)
-        speed = round(watch.images_seen / watch.busy_seconds, 1) if watch.busy_seconds else None
-        record(status="finished", images_per_second=speed)
-    except Stopped as stopped:
-        record(status="stopped", signal=str(stopped))
-        accelerator.print(f"stopped; go on with --resume {folder.path}")
-        return 128 + stopped.signum
-    except Problem as problem:
-        record(status="failed", error=str(problem))
-        raise
-    except BaseException as error:
-        record(status="failed", error=repr(error))
-        raise
-    accelerator.end_training()
-    return 0
+        return {"images_per_second": round(watch.images_seen / watch.busy_seconds, 1) if watch.busy_seconds else None}
 
-
-def _nobody(**facts: object) -> None:
-    """Other processes than the first record nothing."""
-    del facts
+    return recorded(session.accelerator, folder, work)
 
 
 def _train(

@@ -58,6 +58,54 @@ class Signals:
             raise Stopped(self.caught)
 
 
+def stop_together(accelerator: Accelerator, signals: Signals, step: int) -> None:
+    """Raise `Stopped` if a signal came: all processes at the same step, or none."""
+    if accelerator.num_processes > 1:
+        if step % AGREE_EVERY:
+            return
+        flag = torch.tensor([signals.caught or 0], device=accelerator.device)
+        caught = int(accelerator.gather(flag).max())
+        if not caught:
+            return  # a signal since then waits for the next look
+        signals.caught = caught
+    signals.raise_if_caught()
+
+
+def recorded(accelerator: Accelerator, folder: RunFolder, work: Callable[[], dict[str, object]]) -> int:
+    """Do a run's work with its status kept in run.json; returns the exit code.
+
+    Args:
+        accelerator: for processes.
+        folder: the run's.
+        work: trains what is left and finishes; returns facts for run.json.
+    """
+    if folder.info.get("status") == "finished" and (folder.path / "results.json").is_file():
+        accelerator.print(f"{folder.path} is finished; its results are in results.json")
+        return 0
+    record = folder.update if accelerator.is_main_process else _nobody
+    try:
+        record(status="running")
+        facts = work()
+        record(status="finished", **facts)
+    except Stopped as stopped:
+        record(status="stopped", signal=str(stopped))
+        accelerator.print(f"stopped; go on with --resume {folder.path}")
+        return 128 + stopped.signum
+    except Problem as problem:
+        record(status="failed", error=str(problem))
+        raise
+    except BaseException as error:
+        record(status="failed", error=repr(error))
+        raise
+    accelerator.end_training()
+    return 0
+
+
+def _nobody(**facts: object) -> None:
+    """Other processes than the first record nothing."""
+    del facts
+
+
 class Watch:
     """The loop's `on_step`."""
 
@@ -214,17 +262,11 @@ class Watch:
         self.saved_step = step
 
     def _stop_if_asked(self, step: int) -> None:
-        """All processes stop at the same step, or none."""
-        caught = self.signals.caught
-        if self.accelerator.num_processes > 1:
-            if step % AGREE_EVERY:
-                return
-            flag = torch.tensor([caught or 0], device=self.accelerator.device)
-            caught = int(self.accelerator.gather(flag).max()) or None
-        if caught is not None:
-            self.signals.caught = caught
+        try:
+            stop_together(self.accelerator, self.signals, step)
+        except Stopped:
             self._finish_stopping(step)
-            raise Stopped(caught)
+            raise
 
     def _finish_stopping(self, step: int) -> None:
         if self.saved_step != step:

@@ -12,14 +12,17 @@ from shortcuts import ROOT
 
 from finetune_mile.checkpoints.cards import list_cards, read_card
 from finetune_mile.layers import file_schema
+from finetune_mile.pretraining import settings as pretraining
 from finetune_mile.settings import check, read_yaml, to_yaml
 
 PACKAGE = ROOT / "finetune_mile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name not in ("splits", "tables"))
+PRETRAIN_RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
+OTHER_YAML = ("splits", "tables", "pretrain")
+RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name not in OTHER_YAML)
 NO_TORCH = ("flags", "settings", "layers", "recipe", "plan", "runlog", "problems", "places", "cli", "run",
             "learning/phases", "checkpoints/cards", "checkpoints/families", "images/sources/__init__",
-            "images/imageset")  # fmt: skip
+            "images/imageset", "pretraining/recipe", "pretraining/settings", "verbs/pretrain")  # fmt: skip
 
 
 def imports(path, top_level=False):
@@ -72,6 +75,16 @@ def test_every_recipe_is_valid_and_says_how_to_run_it():
         assert again.recipe == resolved.recipe, "YAML to recipe to YAML is the identity"
 
 
+def test_every_pretraining_recipe_is_valid_and_says_how_to_run_it():
+    assert len(PRETRAIN_RECIPES) >= 2
+    for path in PRETRAIN_RECIPES:
+        for method in ("simclr", "mocov2", "byol", "swav"):
+            resolved = pretraining.check(read_yaml(path), {"method": method}, [], path, "test")
+            again = pretraining.check(yaml.safe_load(to_yaml(resolved.recipe)), {}, [], path, "test")
+            assert again.recipe == resolved.recipe, "YAML to recipe to YAML is the identity"
+        assert "finetune-mile pretrain" in path.read_text().split("\ndata:")[0], f"{path}: its command is missing"
+
+
 def test_every_card_is_valid():
     cards = list_cards()
     assert "simclr-demo" in cards
@@ -85,7 +98,7 @@ def test_the_schema_is_fresh():
 
 
 def test_nothing_of_this_machine_is_in_the_tree():
-    for path in [*MODULES, *RECIPES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "README.md"]:
+    for path in [*MODULES, *RECIPES, *PRETRAIN_RECIPES, *sorted((ROOT / "tests").rglob("*.py")), ROOT / "README.md"]:
         text = path.read_text()
         for place in ("home", "root", "work", "opt"):
             assert f"/{place}/" not in text.replace("~/", ""), path

@@ -212,7 +212,7 @@ def _decide(
     adapted: Adapted, found: Found, facts: _Facts, card: Card | None, arch: str | None, source: str
 ) -> tuple[Found, str, Padding]:
     """Architecture and padding: read from the tensors, held against every claim."""
-    if facts.arch is not None and (found.format == "finetune-mile" or facts.arch.startswith("timm:")):
+    if facts.arch is not None and (found.format == "finetune-mile" or _only_named(facts.arch)):
         name = facts.arch
     elif found.format == "timm" and arch is not None:
         name = arch
@@ -240,6 +240,12 @@ def _decide(
                 f"or --arch {name} for torch's own padding"
             )
     return found, name, card.padding if card else facts.padding or found.adapter.padding
+
+
+def _only_named(arch: str) -> bool:
+    """Is this a network that its tensors do not tell: timm's, or one with group norm?"""
+    shape = parse_arch(arch)
+    return arch.startswith("timm:") or (shape is not None and shape.norm == "group")
 
 
 def _card(name: str, found: Found, facts: _Facts, arch: str, padding: Padding) -> Card:

@@ -11,7 +11,7 @@ from finetune_mile.checkpoints.cards import Card, find_card, list_cards, split_i
 from finetune_mile.checkpoints.fetching import fetch
 from finetune_mile.problems import Problem
 
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.safetensors")
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.safetensors", "checkpoint.ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

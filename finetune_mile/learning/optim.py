@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -44,25 +45,37 @@ def parameter_groups(
     in_head = {id(p) for p in get_head(network).parameters()}
     groups = []
     for head in (False, True):
-        for decayed in (False, True):
-            members = [
-                p
-                for p in network.parameters()
-                if p.requires_grad and (id(p) in in_head) == head and (p.ndim > 1) == decayed
-            ]
-            rate = head_lr if head and head_lr is not None else lr
-            decay = weight_decay if decayed else 0.0
-            # LARS adapts the trunk's matrices also where they do not decay, and never biases and norms; nor a new
-            # head that does not decay (as in SimCLR): adapted to its own tiny norm it would hardly learn.
-            groups.append(
-                {
-                    "params": members,
-                    "lr": rate,
-                    "base_lr": rate,
-                    "weight_decay": decay,
-                    "always_adapt": decayed and not head,
-                }
-            )
+        members = [p for p in network.parameters() if (id(p) in in_head) == head]
+        rate = head_lr if head and head_lr is not None else lr
+        # LARS adapts the trunk's matrices also where they do not decay, and never biases and norms; nor a new
+        # head that does not decay (as in SimCLR): adapted to its own tiny norm it would hardly learn.
+        groups += decay_groups(members, lr=rate, weight_decay=weight_decay, always_adapt=not head)
+    return groups
+
+
+def decay_groups(
+    parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, always_adapt: bool = True
+) -> list[dict[str, object]]:
+    """What learns of `parameters`: vectors, without weight decay, and the rest, with it.
+
+    Args:
+        parameters: of which only those that require gradients are taken.
+        lr: the base rate.
+        weight_decay: of everything but vectors.
+        always_adapt: LARS adapts the rest also where it does not decay.
+    """
+    learning = [p for p in parameters if p.requires_grad]
+    groups: list[dict[str, object]] = []
+    for decayed in (False, True):
+        groups.append(
+            {
+                "params": [p for p in learning if (p.ndim > 1) == decayed],
+                "lr": lr,
+                "base_lr": lr,
+                "weight_decay": weight_decay if decayed else 0.0,
+                "always_adapt": decayed and always_adapt,
+            }
+        )
     return [g for g in groups if g["params"]]
 
 

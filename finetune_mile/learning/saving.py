@@ -51,20 +51,27 @@ def save(
     average: Average | None,
     extra: dict[str, Any],
 ) -> None:
-    """Write the checkpoint of `step`, then drop the old ones; all processes call it, the first one writes."""
+    """Write the checkpoint of `step` of a run with roles; all processes call it."""
+    content = {
+        "roles": roles.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "average": None if average is None else average.weights,
+        "extra": extra,
+    }
+    write(folder, accelerator, step, content)
+
+
+def write(folder: RunFolder, accelerator: Accelerator, step: int, content: dict[str, Any]) -> None:
+    """Write a checkpoint, then drop the old ones; all processes call it, the first one writes."""
     states = [random_states(accelerator)] * accelerator.num_processes
     if accelerator.num_processes > 1:
         torch.distributed.all_gather_object(states, states[0])
     if not accelerator.is_main_process:
         return
-    content = {
+    content = content | {
         "step": step,
-        "roles": roles.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "average": None if average is None else average.weights,
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         "random": states,
-        "extra": extra,
     }
     with whole_file(folder.checkpoint_path(step)) as part:
         torch.save(content, part)
@@ -100,6 +107,11 @@ def restore(
         from finetune_mile.learning.roles import copy_into
 
         copy_into(average.weights, content["average"])
+    return restore_process(content, accelerator)
+
+
+def restore_process(content: dict[str, Any], accelerator: Accelerator) -> int:
+    """Put back what belongs to the process rather than to the network; returns the step."""
     if accelerator.scaler is not None and content["scaler"] is not None:
         accelerator.scaler.load_state_dict(content["scaler"])
     states = content["random"]

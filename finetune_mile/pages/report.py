@@ -32,7 +32,7 @@ def write_report(session: Session, shown: Tensor, folder: RunFolder, results: di
         recipe=session.recipe,
         data=session.data.name,
         rows=[(key, f"{results[key]:.2f}", unit, meaning) for key, meaning, unit in CLOSING if key in results],
-        plots={name: _embed(figure) for name, figure in plots.items() if figure is not None},
+        plots={name: embed(figure) for name, figure in plots.items() if figure is not None},
         gallery=gallery(session, shown),
         settings=to_yaml(session.recipe),
         info=folder.info,
@@ -41,7 +41,8 @@ def write_report(session: Session, shown: Tensor, folder: RunFolder, results: di
         part.write_text(html, encoding="utf-8")
 
 
-def _figure(columns: int, title: str) -> tuple[Figure, list[Any]]:
+def plot_figure(columns: int, title: str) -> tuple[Figure, list[Any]]:
+    """A figure with some plots over the steps side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * columns, 3.0), layout="constrained")
@@ -53,7 +54,8 @@ def _figure(columns: int, title: str) -> tuple[Figure, list[Any]]:
     return figure, axes
 
 
-def _embed(figure: Figure) -> str:
+def embed(figure: Figure) -> str:
+    """A figure as the source of an HTML image."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=130)
     return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
@@ -64,7 +66,7 @@ def loss_plot(records: list[dict[str, Any]]) -> Figure | None:
     lines = [r for r in records if r["kind"] == "train"]
     if not lines:
         return None
-    figure, (axis,) = _figure(1, "training loss")
+    figure, (axis,) = plot_figure(1, "training loss")
     figure.set_size_inches(9.2, 2.6)
     for phase, colour, who in (
         ("interaction", TEACHER, "interaction (T)"),
@@ -93,7 +95,7 @@ def generation_plot(records: list[dict[str, Any]]) -> Figure | None:
              if any(key in r for r in looks)]  # fmt: skip
     if len(looks) < 2 or not shown:
         return None
-    figure, axes = _figure(len(shown) + bool(labels), shown[0][1])
+    figure, axes = plot_figure(len(shown) + bool(labels), shown[0][1])
     for axis, (key, name) in zip(axes, shown, strict=False):
         axis.set_title(name, loc="left", fontsize=10)
         for role, colour in (("teacher", TEACHER), ("student", STUDENT)):

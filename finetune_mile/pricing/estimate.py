@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune_mile.learning.phases import Phase
+from finetune_mile.learning.phases import Phase, Soften
 from finetune_mile.plan import Plan, labels_once_per_cycle, make_plan
 from finetune_mile.pricing.scene import Scene
 from finetune_mile.recipe import Recipe
@@ -132,11 +132,12 @@ def _copies(counts: Counts, *, brought: bool) -> int:
 
 
 def _label_bytes(recipe: Recipe, counts: Counts) -> int:
-    """Pseudo-labels that are kept for a whole pool: a bit a class."""
+    """Pseudo-labels that are kept for a pool, at most: a bit a class, or 32 soft values (`learning/stores.py`)."""
     if not counts.imitation_steps or not labels_once_per_cycle(recipe):
         return 0
     pools = [counts.scene.pools[p.pool] for p in counts.plan.phases if p.name == "imitation"]
-    return max(pools) * -(-counts.scene.classes // 8)
+    soft = any(isinstance(p.targets, Soften) for p in counts.plan.phases)
+    return max(pools) * (4 + 4 * min(32, counts.scene.classes) if soft else -(-counts.scene.classes // 8))
 
 
 # ------------------------------------------------------------------------------------------- warnings

@@ -3,7 +3,7 @@
 Starting processes takes longer than the runs, so two are started once. A mode is a line of flags; `distill` has the run
 of an earlier mode as its teacher.
 
-Group norm and SGD at a small rate, so that the order of a sum is not blown up. A process that is alone computes each batch
+Group norm and SGD at a small rate, so that the order of a sum is not blown up. A process that is alone computes a batch
 in two accumulated parts, which are the sums that two processes make; and some modes also whole, into FOLDER/whole.
 """
 

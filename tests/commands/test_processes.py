@@ -9,11 +9,10 @@ from modes import MODES, WHOLE
 from safetensors.torch import load_file
 from shortcuts import ROOT, SHORT_MILE
 
-# One process that computes a batch in two parts adds up in the order of two processes: nothing differs but the batch size
-# when a pool is labelled. That is safe for hard labels too, where a last bit may become a whole label.
+# One process that computes a batch in two parts adds up in the order of two processes: nothing differs but the batches
+# in which a pool is labelled. That is safe for hard labels too, where a last bit may become a whole label.
 SAME_ORDER = 1e-6
-# A whole batch is added up in another order, which moves a weight by 1e-7, or by 2e-5 where it switches a ReLU whose input
-# is a last bit away from zero.
+# A whole batch is added up in another order, which moves weights by 1e-7 as a rule; 2e-5 has been seen.
 OTHER_ORDER = 1e-4
 
 

@@ -205,3 +205,18 @@ def test_a_teacher_of_other_classes_is_refused_before_anything_is_written(tmp_pa
         assert len(errors) == 1
         assert f"{name}.pth: {sentence}" in errors[0]
         assert not (tmp_path / "run").exists()
+
+
+def test_a_bar_and_lines_tell_how_far_the_labels_are(monkeypatch, capsys):
+    from finetune_mile import display
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with display.Display(10, 0, visible=True) as bar:
+        bar.labels(3, 40, images=100)
+        assert [(task.fields["phase"], task.completed) for task in bar._bar.tasks] == [("start", 0), ("labels", 40)]
+        bar.labels(3, 104, images=100)  # the last batch is not full
+        assert [task.fields["phase"] for task in bar._bar.tasks] == ["start"]
+    monkeypatch.delenv("FORCE_COLOR")
+    monkeypatch.setattr(display, "PLAIN_SECONDS", -1.0)
+    display.Display(10, 0, visible=True).labels(3, 40, images=100)
+    assert "labels of generation 3: 40 of 100 images" in capsys.readouterr().err

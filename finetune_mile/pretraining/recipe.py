@@ -1,0 +1,171 @@
+"""Settings of a pre-training run: one YAML file, checked as a whole before any work. No torch here.
+
+As in `finetune_mile.recipe`, nothing that changes a number has a hidden default.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from finetune_mile.recipe import Amount, Section
+
+Method = Literal["simclr", "mocov2", "byol", "swav"]
+Share = Annotated[float, Field(ge=0, le=1)]
+Strength = Annotated[float, Field(ge=0)]
+Momentum = Annotated[float, Field(ge=0, le=1)]
+
+
+def _rising(limits: tuple[float, float]) -> tuple[float, float]:
+    if not 0 < limits[0] <= limits[1]:
+        raise ValueError("write [LOW, HIGH], above zero")
+    return limits
+
+
+Limits = Annotated[tuple[float, float], AfterValidator(_rising)]
+
+
+class ViewSettings(Section):
+    """How a view is drawn; what one view gets depends on (seed, epoch, image, view) alone."""
+
+    area: Limits = Field(description="share of the image that is seen; above 1 zooms out, into black")
+    aspect: Limits = Field(description="width over height of the part that is seen")
+    shift: Strength = Field(description="moves the part by up to so many half sides, also beyond the border")
+    turn: Strength = Field(description="degrees, in both directions")
+    flip: Share = Field(description="share of the views that are mirrored")
+    jitter: Share = Field(description="share of the views whose colours change, by the next four")
+    brightness: Share = Field(description="0.4: times 0.6 to 1.4")
+    contrast: Share = Field(description="the same around the image's mean")
+    saturation: Share = Field(description="the same around the pixel's grey value")
+    hue: Share = Field(description="0.1: by up to a tenth of the colour circle, in both directions")
+    grey: Share = Field(description="share of the views without colour")
+    blur: Share = Field(description="share of the views that are blurred, more or less")
+    noise: Strength = Field(description="largest standard deviation of the pixel noise; a view's own is drawn below it")
+
+
+class LocalViews(Section):
+    """Small extra views (SwAV's multi-crop)."""
+
+    count: int = Field(ge=1, le=8)
+    size: int = Field(gt=0, description="side in pixels")
+    area: Limits
+
+
+class Head(Section):
+    """The projection head on top of the trunk; it is dropped before fine-tuning."""
+
+    hidden: int = Field(gt=0)
+    output: int = Field(gt=0)
+    batch_norm: bool = Field(description="in the heads")
+
+
+class SimCLR(Head):
+    """Each view must find its partner among all views of the batch."""
+
+    temperature: float = Field(gt=0)
+
+
+class MoCoV2(Head):
+    """A view must find its partner, seen by a slow copy of the network, among a queue of earlier ones."""
+
+    temperature: float = Field(gt=0)
+    queue: int = Field(gt=0, description="views of earlier batches")
+    momentum: Momentum = Field(description="of the slow copy, at the first step")
+    momentum_end: Momentum = Field(description="and at the last; a cosine between")
+    symmetric: bool = Field(description="both views take both parts (twice the work), or one each")
+
+
+class BYOL(Head):
+    """A view must predict its partner as a slow copy of the network sees it; there are no negatives."""
+
+    momentum: Momentum = Field(description="of the slow copy, at the first step")
+    momentum_end: Momentum = Field(description="and at the last; a cosine between")
+
+
+class SwAV(Head):
+    """A view must predict the cluster of its partner; clusters are kept equally full."""
+
+    temperature: float = Field(gt=0)
+    prototypes: int = Field(gt=1)
+    frozen: Amount | Literal[0] = Field(description="the prototypes stay as they are for so long")
+    sinkhorn_iterations: int = Field(gt=0)
+    sinkhorn_epsilon: float = Field(gt=0)
+    queue: int = Field(ge=0, description="views of earlier batches that help to fill the clusters; 0: none")
+    queue_from: Amount | Literal[0] = Field(description="and from when on")
+    local_views: LocalViews | None
+
+
+class PretrainOptimizer(Section):
+    """The learning rate is a function of the step alone."""
+
+    name: Literal["sgd", "adamw", "lars"]
+    lr: float = Field(gt=0)
+    momentum: float = Field(ge=0, lt=1, description="adamw: its first beta")
+    nesterov: bool
+    weight_decay: float = Field(ge=0, description="never on biases and norms")
+    schedule: Literal["constant", "cosine"]
+    warmup: Amount | Literal[0] = Field(description="linear warm-up of the rate")
+    clip: float | None = Field(gt=0, description="largest gradient norm; null: none")
+
+
+class Neighbours(Section):
+    """The k-nearest-neighbour look at the features, before and after; the labels are used for nothing else."""
+
+    k: int = Field(gt=0)
+    temperature: float = Field(gt=0)
+    bank: int = Field(gt=0, description="training images that vote, at most")
+    queries: int = Field(gt=0, description="validation images that ask, at most")
+
+
+class Pretrain(Section):
+    """A whole pre-training run."""
+
+    data: str = Field(description="any --data of run.py; labels are not looked at")
+    method: Method
+    arch: str = Field(description="resnet-mini, resnet18-cifar, resnet50, timm:NAME, ...")
+    size: int | None = Field(gt=0, description="side of a view; null: the short side of the first image")
+    source_size: int | None = Field(
+        gt=0, description="side that images are brought to before views are cut out of them; null: size"
+    )
+    mean: tuple[float, float, float] = Field(description="of the pixels in [0, 1]; goes on with the checkpoint")
+    std: tuple[float, float, float]
+    seed: int = Field(ge=0)
+    steps: int = Field(gt=0)
+    batch_size: int = Field(gt=1, description="images over all processes; each gives two views")
+    optimizer: PretrainOptimizer
+    views: ViewSettings
+    simclr: SimCLR | None = None
+    mocov2: MoCoV2 | None = None
+    byol: BYOL | None = None
+    swav: SwAV | None = None
+    neighbours: Neighbours
+    precision: Literal["no", "fp16", "bf16"] = "no"
+    sync_batch_norm: bool = False
+    workers: int | None = Field(default=None, ge=0, description="loader processes; null: from the cores")
+    keep_megabytes: int = Field(default=1024, ge=0, description="images that fit into this are read once and kept")
+    checkpoint_every: int = Field(default=200, gt=0, description="steps between checkpoints")
+    log_every: int = Field(default=10, gt=0, description="steps between lines of metrics.jsonl")
+
+    @model_validator(mode="after")
+    def _whole(self) -> Pretrain:
+        if getattr(self, self.method) is None:
+            raise ValueError(f"method {self.method} needs a block {self.method}: in the recipe")
+        if self.optimizer.name == "lars" and self.optimizer.nesterov:
+            raise ValueError("optimizer.nesterov: true does not go with lars")
+        if self.size is None and self.source_size is not None:
+            raise ValueError("source_size without size: say how large the views are")
+        return self
+
+    @property
+    def local_views(self) -> LocalViews | None:
+        """Small views, where the method takes them."""
+        return self.swav.local_views if self.method == "swav" and self.swav is not None else None
+
+    def facts(self) -> dict[str, Any]:
+        """What whoever loads the weights must know: the contents of export/config.json."""
+        return {
+            "arch": self.arch, "padding": "torch", "num_classes": 0, "mean": list(self.mean), "std": list(self.std),
+            "size": self.size, "crop": 1.0, "interpolation": "bilinear", "antialias": True,
+            "method": self.method, "data": self.data, "steps": self.steps, "seed": self.seed,
+        }  # fmt: skip

@@ -1,0 +1,104 @@
+"""`finetune-mile pretrain`: self-supervised pre-training with lightly. No torch before the settings are checked."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from finetune_mile.flags import Parser, given_settings, read_flags
+from finetune_mile.images.sources import load_data, split_name
+from finetune_mile.pretraining.recipe import Method
+from finetune_mile.pretraining.settings import Resolved, check, resolve
+from finetune_mile.problems import Problem
+from finetune_mile.runlog import RunFolder, check_free, next_folder
+from finetune_mile.settings import read_yaml
+
+SETTINGS = ("recipe", "method", "data", "arch", "steps", "batch_size", "lr", "seed")
+
+EPILOG = """examples:
+  finetune-mile pretrain                                                   SimCLR on the demo's grids
+  finetune-mile pretrain --method byol --data folder:photos --out runs/byol
+  finetune-mile run --init runs/byol --data folder:photos --fraction 0.1   and on to fine-tuning
+  ACCELERATE_USE_CPU=1 torchrun --nproc_per_node 2 -m finetune_mile.cli pretrain          two processes
+"""
+
+
+def build_parser() -> Parser:
+    """Every flag."""
+    parser = Parser(
+        prog="finetune-mile pretrain", allow_abbrev=False, epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Pre-train a network without labels; the result is a lightly checkpoint that --init takes.",
+    )  # fmt: skip
+    parser.add_argument("--recipe", metavar="FILE", help="a recipe file, or its name below recipes/pretrain/")
+    parser.add_argument("--method", help=" | ".join(get_args(Method)))
+    parser.add_argument("--data", help="any --data of run.py; its labels are not looked at")
+    parser.add_argument("--arch", help="network, such as resnet-mini, resnet18-cifar, resnet50, timm:NAME")
+    parser.add_argument("--steps", help="optimiser steps")
+    parser.add_argument("--batch-size", help="images per step, over all processes")
+    parser.add_argument("--lr", help="base learning rate")
+    parser.add_argument("--seed", help="of weights, order and views")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+                        help="any other setting of the recipe, such as simclr.temperature=0.1")  # fmt: skip
+    parser.add_argument("--out", type=Path, help="run folder (default: runs/pretrain-<number>)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a run that is in --out")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run; takes no other setting")
+    parser.add_argument("--explain", action="store_true", help="print what would be done, and stop")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """The command: 0 fine, 1 the run failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
+    options = read_flags(build_parser(), argv, SETTINGS)
+    resolved, path = prepare(options)
+    return run(resolved, path, options)
+
+
+def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
+    """All that can be checked before torch is imported; nothing is written."""
+    if options.resume is not None:
+        path = options.resume / "recipe.yaml"
+        if not path.is_file():
+            raise Problem(f"--resume {options.resume}: not a run folder (it has no recipe.yaml)")
+        tree = read_yaml(path)
+        if "views" not in tree:
+            raise Problem(f"--resume {options.resume}: not a pre-training run; resume it with finetune_mile/run.py")
+        return check(tree, {}, [], path, "--resume"), options.resume
+    resolved = resolve(given_settings(options, SETTINGS), options.sets)
+    split_name(resolved.recipe.data)
+    path = options.out or next_folder(Path("runs"), "pretrain")
+    check_free(path, options.overwrite)
+    return resolved, path
+
+
+def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
+    """The run itself; from here on torch is needed."""
+    from finetune_mile import devices
+    from finetune_mile.images.bad_images import BadImages
+    from finetune_mile.pretraining.describing import describe
+    from finetune_mile.pretraining.running import make_method, open_folder, play
+    from finetune_mile.pretraining.session import Session, with_size
+    from finetune_mile.watch import Signals
+
+    recipe = resolved.recipe
+    precision = devices.wanted_precision(recipe.precision)
+    accelerator = devices.start(precision=precision, seed=recipe.seed, track="none", project=str(path))
+    if recipe.batch_size % accelerator.num_processes:
+        raise Problem(f"--batch-size {recipe.batch_size} must be a multiple of processes = {accelerator.num_processes}")
+    data = load_data(recipe.data)
+    if len(data.train) < 2:
+        raise Problem(f"--data {recipe.data}: {len(data.train)} images; views can only be told apart among several")
+    recipe = with_size(recipe, data.train).model_copy(update={"precision": precision})
+    with Signals() as signals:
+        session = Session(
+            recipe=recipe, accelerator=accelerator, data=data, tick=signals.raise_if_caught,
+            bad=BadImages(path / "bad_images.csv", recipe.data),
+        )  # fmt: skip
+        method = make_method(session)
+        if accelerator.is_main_process:
+            describe(resolved, session, method, full=options.explain)
+        if options.explain:
+            return 0
+        folder = RunFolder.reopen(path) if options.resume else open_folder(session, path, options.overwrite)
+        return play(session, method, folder, signals)

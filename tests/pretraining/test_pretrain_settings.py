@@ -1,0 +1,59 @@
+"""What is wrong is said at once, in words, before any work."""
+
+import pytest
+from runs import SHORT
+
+from finetune_mile.cli import main
+from finetune_mile.flags import read_flags
+from finetune_mile.pretraining.settings import resolve
+from finetune_mile.problems import Problem
+from finetune_mile.verbs.pretrain import SETTINGS, build_parser, prepare
+
+
+def wrong(*words):
+    with pytest.raises(Problem) as caught:
+        prepare(read_flags(build_parser(), list(words), SETTINGS))
+    return "\n".join(caught.value.sentences)
+
+
+def test_all_errors_at_once():
+    said = wrong("--method", "simsiam", "--lr", "-1", "--set", "views.flipp=1", "--set", "steps")
+    assert "--method simsiam" in said
+    assert "--lr -1" in said
+    assert "views.flipp: unknown key; did you mean flip?" in said
+    assert "--set steps: write KEY=VALUE" in said
+
+
+def test_what_is_wrong_with_a_setting_is_said():
+    assert "did you mean temperature?" in wrong("--set", "simclr.temperatur=1")
+    assert "[LOW, HIGH]" in wrong("--set", "views.area=[0.5, 0.1]")
+    assert "needs a block byol" in wrong("--method", "byol", "--set", "byol=null")
+    assert "no source is called" in wrong("--data", "nowhere:x")
+    assert "did you mean --method?" in wrong("--methd", "byol")
+    assert "no such file or recipe; there are grids" in wrong("--recipe", "girds")
+
+
+def test_resume_takes_no_other_setting(tmp_path):
+    assert "leave out --lr" in wrong("--resume", str(tmp_path), "--lr", "1")
+    assert "not a run folder" in wrong("--resume", str(tmp_path))
+    (tmp_path / "recipe.yaml").write_text("data: demo\n")
+    assert "not a pre-training run" in wrong("--resume", str(tmp_path))
+
+
+def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    assert "not a run folder" in wrong("--out", str(tmp_path))
+
+
+def test_the_recipe_follows_the_data(tmp_path):
+    assert resolve({}, []).path.stem == "grids"
+    assert resolve({"data": f"folder:{tmp_path}"}, []).path.stem == "photos"
+
+
+def test_explain_says_who_said_what(capsys, tmp_path):
+    out = tmp_path / "run"
+    assert main(["pretrain", *SHORT, "--lr", "0.01", "--explain", "--out", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["optimizer.lr", "0.01", "--lr"] for line in lines)
+    assert any(line.split() == ["size", "24", "recipe"] for line in lines)
+    assert not out.exists()
