@@ -37,7 +37,7 @@ class Meaning:
 def resolve_all(jobs: Sequence[Job]) -> list[Meaning]:
     """Resolve each job; cells are resolved once for all their seeds, and all problems are raised at once."""
     cache: dict[str, Meaning] = {}
-    wrong: dict[str, None] = {}
+    wrong: dict[str, dict[str, None]] = {}  # sentence: cells
     found = []
     for job in jobs:
         mark = json.dumps([job.verb, dict(job.settings)], default=str)
@@ -45,12 +45,17 @@ def resolve_all(jobs: Sequence[Job]) -> list[Meaning]:
             try:
                 cache[mark] = _meaning(job)
             except Problem as problem:
-                wrong |= dict.fromkeys(f"{job.key.cell}: {sentence}" for sentence in problem.sentences)
+                for sentence in problem.sentences:
+                    wrong.setdefault(sentence, {})[job.key.cell] = None
                 continue
         found.append(cache[mark])
     if wrong:
-        raise Problem(*wrong)
+        raise Problem(*(f"{_some(list(cells))}: {sentence}" for sentence, cells in wrong.items()))
     return found
+
+
+def _some(cells: Sequence[str]) -> str:
+    return cells[0] if len(cells) == 1 else f"{cells[0]} and {len(cells) - 1} more"
 
 
 def _meaning(job: Job) -> Meaning:
