@@ -14,7 +14,7 @@ from tiny import write_tiny
 @pytest.mark.slow
 def test_a_stopped_table_goes_on(tmp_path):
     def long(tree):
-        tree["settings"]["steps"] = 3000
+        tree["settings"]["steps"] = 600
 
     path = write_tiny(tmp_path, long)
     command = [
