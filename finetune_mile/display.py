@@ -13,6 +13,8 @@ PLAIN_SECONDS = 10.0  # without a terminal: a line this often
 
 CLOSING = (
     ("accuracy", "top-1 on the given label", "%"),
+    ("digit_accuracy", "top-1 among the digit classes", "%"),
+    ("colour_on_digits", "mean output of the colour shown", ""),
     ("real_acc", "top-1 is in the true set", "%"),
     ("f1@0.25", "F1 at threshold 0.25", "%"),
     ("f1@0.5", "F1 at threshold 0.5", "%"),

@@ -100,7 +100,7 @@ def _phases(phases: tuple[Phase, ...]) -> Table:
             p.start,
             ", ".join(p.becomes),
             p.targets,
-            p.loss,
+            p.loss if p.penalty is None else f"{p.loss} + {p.penalty.weight:g} {p.penalty.kind}",
             p.pool,
         )
         table.add_row(*(str(c) for c in cells))

@@ -15,7 +15,7 @@ from finetune_mile.learning.phases import (
     in_steps,
 )
 from finetune_mile.problems import Problem
-from finetune_mile.recipe import Imitation, Recipe
+from finetune_mile.recipe import LABELS_ALONE, Imitation, Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,11 @@ def make_plan(recipe: Recipe, *, labelled: int, pool_sizes: dict[Pool, int]) -> 
             knobs = {"loss": "bce"}
         case "mile":
             knobs = _mile_knobs(recipe, bare, pool)
+        case "irm" | "rex":
+            penalty = recipe.irm if recipe.method == "irm" else recipe.rex
+            assert penalty is not None
+            knobs = {"kind": recipe.method, "weight": penalty.weight, "anneal": bare.steps(penalty.anneal)}
+            knobs["anneal_weight"] = penalty.anneal_weight
         case "noisy-student" | "self-distill" | "distill":
             block = recipe.imitation
             knobs = {"targets": _targets(block), "loss": block.loss, "pool": pool}
@@ -116,7 +121,7 @@ def _targets(block: Imitation) -> Targets:
 
 def labels_once_per_cycle(recipe: Recipe) -> bool:
     """Are pseudo-labels made once per generation on the plain images, instead of per batch?"""
-    if recipe.method in ("softmax", "sigmoid"):
+    if recipe.method in LABELS_ALONE:
         return False
     block = recipe.mile if recipe.method == "mile" else recipe.imitation
     assert block is not None

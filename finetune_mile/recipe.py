@@ -12,7 +12,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from finetune_mile.learning.phases import check_amount
 
-Method = Literal["softmax", "sigmoid", "mile", "noisy-student", "self-distill", "distill"]
+Method = Literal["softmax", "sigmoid", "mile", "noisy-student", "self-distill", "distill", "irm", "rex"]
+LABELS_ALONE = ("softmax", "sigmoid", "irm", "rex")  # methods without a teacher
+OVER_ENVIRONMENTS = ("irm", "rex")
 Variant = Literal["paper", "published"]
 Amount = Annotated[int | str, AfterValidator(check_amount)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -93,6 +95,15 @@ class SelfDistill(Imitation):
     interaction: Amount
 
 
+class Invariance(Section):
+    """IRM and REx: softmax training whose risks should not differ between environments."""
+
+    weight: float = Field(ge=0, description="of the penalty")
+    anneal: Amount | Literal[0] = Field(description="steps before that weight; 0: none")
+    anneal_weight: float = Field(ge=0, description="of the penalty until then; DomainBed: 1")
+    optimizer_state: Literal["keep", "reset"] = Field(description="momentum where the weight changes; DomainBed: reset")
+
+
 class Optimizer(Section):
     """One optimiser for all phases; the learning rate is a function of the step alone."""
 
@@ -146,6 +157,8 @@ class Recipe(Section):
         le=1,
         description="central share of the short side in the plain view; null: as the card says",
     )
+    mean: tuple[float, float, float] | None = Field(default=None, description="of RGB in 0-1; null: as the card says")
+    std: tuple[float, float, float] | None = Field(default=None, description="the same; null: as the card says")
     fraction: Fraction = Field(description="share of the labels that is used")
     split: str | None = Field(default=None, description="a list of the labelled images, or a run's split.json")
     method: Method
@@ -171,6 +184,8 @@ class Recipe(Section):
     noisy_student: NoisyStudent | None = None
     self_distill: SelfDistill | None = None
     distill: Imitation | None = None
+    irm: Invariance | None = None
+    rex: Invariance | None = None
     optimizer: Optimizer
     augment: Augment
     evaluate: Evaluate
@@ -190,8 +205,10 @@ class Recipe(Section):
             raise ValueError("method distill needs --teacher RUN_FOLDER_OR_FILE")
         if self.method != "distill" and self.teacher is not None:
             raise ValueError(f"--teacher is for --method distill, and the method is {self.method}")
-        if self.semi != "none" and self.method in ("softmax", "sigmoid"):
+        if self.semi != "none" and self.method in LABELS_ALONE:
             raise ValueError(f"--semi needs a method that imitates; {self.method} learns from labels alone")
+        if self.accumulate > 1 and self.method in OVER_ENVIRONMENTS:
+            raise ValueError(f"method {self.method} penalises the whole batch at once: set accumulate to 1")
         if self.labelled_share is not None and self.semi == "none":
             raise ValueError("labelled_share needs --semi all or --semi unlabelled: without it every image is labelled")
         if self.optimizer.name == "lars" and self.optimizer.nesterov:
@@ -203,7 +220,7 @@ class Recipe(Section):
         """How the final network's logits become probabilities."""
         if self.method in ("sigmoid", "mile"):
             return "sigmoid"
-        if self.method == "softmax":
+        if self.method in LABELS_ALONE:
             return "softmax"
         return "sigmoid" if self.imitation.loss == "bce" else "softmax"
 
@@ -215,9 +232,15 @@ class Recipe(Section):
         return block
 
     @property
+    def optimizer_state(self) -> Literal["keep", "reset"]:
+        """What becomes of the momentum where the learner's weights are swapped, or a penalty's weight changes."""
+        block = getattr(self, self.method) if self.method in ("mile", *OVER_ENVIRONMENTS) else None
+        return "keep" if block is None else block.optimizer_state
+
+    @property
     def rho(self) -> float | None:
         """The pseudo-label threshold that f1@rho is read at; None where the method has none."""
         if self.method == "mile":
             assert self.mile is not None
             return self.mile.rho
-        return None if self.method in ("softmax", "sigmoid") else self.imitation.rho
+        return None if self.method in LABELS_ALONE else self.imitation.rho

@@ -18,6 +18,7 @@ from finetune_mile.images.checks import check_split, check_truth
 from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.plan import make_plan
 from finetune_mile.problems import Problem
+from finetune_mile.recipe import OVER_ENVIRONMENTS
 from finetune_mile.runlog import RunFolder, check_free, next_folder
 from finetune_mile.settings import Resolved, check, read_yaml, resolve
 
@@ -75,6 +76,9 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     data = load_data(recipe.data)
     if recipe.truth is not None:
         data = with_truth(data, recipe.truth)
+    if recipe.method in OVER_ENVIRONMENTS and data.train.environment is None:
+        raise Problem(f"--method {recipe.method} needs images from several environments, such as colored-mnist:DIR; "
+                      f"--data {recipe.data} has none")  # fmt: skip
     chosen = choose(data.train.ids, len(data.classes), recipe.fraction, recipe.split)
     pools = make_pools(data.train, recipe.fraction, recipe.seed, chosen)
     plan = make_plan(
@@ -90,7 +94,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         keep_head=recipe.keep_head,
         head_from=recipe.head_from,
     )
-    own = {"size": recipe.size, "crop": recipe.crop}
+    own = {"size": recipe.size, "crop": recipe.crop, "mean": recipe.mean, "std": recipe.std}
     how = card.preprocess.model_copy(update={key: value for key, value in own.items() if value is not None})
     teacher = None if recipe.teacher is None else load_teacher(recipe.teacher, classes=data.classes, seen=how)
     recipe = recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, "precision": precision})

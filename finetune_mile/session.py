@@ -129,6 +129,9 @@ class Session:
             prediction_set=self.recipe.evaluate.prediction_set, rho=self.recipe.rho,
             main=None if val.main is None else val.main[picked],
         )  # fmt: skip
+        if self.data.extra_scores is not None:
+            chances = logits.sigmoid() if self.recipe.activation == "sigmoid" else logits.softmax(1)
+            found |= self.data.extra_scores(chances, picked)
         return found if bool(good.all()) else found | {"bad_images": float((~good).sum())}
 
     def probe(self, network: nn.Module) -> tuple[Tensor, Tensor]:
@@ -154,8 +157,8 @@ class Session:
             weights = balanced_weights(self.pools.images.given, self.num_classes).to(self.accelerator.device)
         return Loop(
             num_classes=self.num_classes, accumulate=recipe.accumulate, clip=recipe.optimizer.clip,
-            reset_optimizer=recipe.mile is not None and recipe.method == "mile"
-            and recipe.mile.optimizer_state == "reset",
+            reset_optimizer=recipe.optimizer_state == "reset",
             class_weights=weights, prepare=self.prepare, feed=self.feed,
             label_pool=label_pool,
+            environment=self.pools.images.environment,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from finetune_mile.checkpoints.families import family_of
 from finetune_mile.layers import Merged, find_recipe, layers_of, put, put_together, read_yaml
 from finetune_mile.places import shipped
 from finetune_mile.problems import Problem
-from finetune_mile.recipe import VARIANTS, Recipe
+from finetune_mile.recipe import LABELS_ALONE, VARIANTS, Recipe
 
 Model = TypeVar("Model", bound=BaseModel)
 __all__ = ["Resolved", "check", "choose_recipe", "find_imagenet", "find_recipe", "read_yaml", "resolve", "to_yaml"]
@@ -146,7 +146,7 @@ def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[s
             dotted = f"{method.replace('-', '_')}.rho"
         if key in ("k_t", "k_s") and method != "mile":
             wrong.append(f"{flag} belongs to --method mile, and the method is {method}")
-        elif key == "rho" and method in ("softmax", "sigmoid"):
+        elif key == "rho" and method in LABELS_ALONE:
             wrong.append(f"{flag} belongs to a method with a teacher, and the method is {method}")
         else:
             over[dotted] = (value, flag)

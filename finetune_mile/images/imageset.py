@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:  # names of sources are checked before torch is needed
     from torch import Tensor
+
+
+ExtraScores: TypeAlias = "Callable[[Tensor, Tensor], dict[str, float]]"
+"""From probabilities (n, C) and the validation images (n,) that they belong to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,7 @@ class ImageSet:
     main: Tensor | None = None  # (N,) the class of the main object, where it is known: a label without the noise
     in_memory: bool = False  # reading is cheap: no loader processes are wanted
     encoded: Callable[[int], bytes] | None = None  # index to the bytes of the file, where there is one
+    environment: Tensor | None = None  # (N,) integers from 0: where each image was drawn, for losses over environments
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -38,3 +43,4 @@ class Data:
     classes: tuple[str, ...]
     train: ImageSet
     val: ImageSet
+    extra_scores: ExtraScores | None = None  # numbers of its own for results.json

@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune_mile.images.pipeline import Batch
+from finetune_mile.learning.environments import environment_sums, over_processes, penalised
 from finetune_mile.learning.losses import LOSSES
 from finetune_mile.learning.optim import set_rate
-from finetune_mile.learning.phases import Given, Phase, Pool, after, drawn
+from finetune_mile.learning.phases import Given, Penalty, Phase, Pool, after, drawn
 from finetune_mile.learning.roles import Roles, State, copy_into, snapshot
 from finetune_mile.learning.stores import LabelStore
 from finetune_mile.learning.targets import given_matrix, make_targets
@@ -32,6 +34,7 @@ class Loop:
     prepare: Callable[[Tensor], Tensor]  # uint8 images to the network's input, on the device
     feed: Callable[[Pool, int], Iterator[Batch]]  # this process's parts from a step of a pool on
     label_pool: Callable[[Phase], LabelStore] | None  # labels once per cycle, instead of per batch
+    environment: Tensor | None = None  # (N,) of each training image, for phases with a penalty
 
 
 @dataclass(slots=True)
@@ -151,7 +154,10 @@ def _step(
         last = part == loop.accumulate - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(network):
             logits = network(images)
-            loss = LOSSES[phase.loss](logits, targets, loop.class_weights) / loop.accumulate
+            if phase.penalty is None:
+                loss = LOSSES[phase.loss](logits, targets, loop.class_weights) / loop.accumulate
+            else:
+                loss = _penalised_loss(accelerator, phase.penalty, logits, targets, batch, loop)
             accelerator.backward(loss)
         record.loss += loss.detach()
         record.images += len(batch.samples)
@@ -163,6 +169,18 @@ def _step(
     optimizer.step()
     optimizer.zero_grad()
     return record
+
+
+def _penalised_loss(
+    accelerator: Accelerator, penalty: Penalty, logits: Tensor, targets: Tensor, batch: Batch, loop: Loop
+) -> Tensor:
+    """The loss over environments of the whole batch, all processes' parts together."""
+    assert loop.environment is not None
+    environment = loop.environment[batch.samples].to(logits.device, non_blocking=True)
+    count = int(loop.environment.max()) + 1
+    sums = environment_sums(logits, targets, environment, count, loop.class_weights)
+    add_up = partial(accelerator.reduce, reduction="sum")
+    return penalised(over_processes(sums, add_up, accelerator.num_processes), penalty)
 
 
 def _targets(

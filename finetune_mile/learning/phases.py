@@ -51,6 +51,14 @@ Targets = Given | Threshold | Soften | Argmax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Penalty:
+    """What is added to the mean risk of the environments: IRMv1's or V-REx's penalty, times `weight`."""
+
+    kind: Literal["irm", "rex"]
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """`steps` optimiser steps of one learner on one kind of target."""
 
@@ -62,6 +70,7 @@ class Phase:
     targets: Targets
     loss: Loss
     pool: Pool = "labelled"
+    penalty: Penalty | None = None  # the loss is then taken over environments
 
 
 def after(step: int, phases: Iterable[Phase]) -> Iterator[tuple[Phase, int]]:
@@ -123,6 +132,32 @@ def supervised(total_steps: int, *, loss: Loss) -> list[Phase]:
             name="interaction", generation=0, steps=total_steps, start="init", becomes=("student",),
             targets=Given(), loss=loss,
         )
+    ]  # fmt: skip
+
+
+def invariant(
+    total_steps: int, *, kind: Literal["irm", "rex"], weight: float, anneal: int, anneal_weight: float
+) -> list[Phase]:
+    """IRM and REx: softmax training over environments, with a penalty that weighs in after `anneal` steps.
+
+    The weight changes where a phase ends, so it follows from the step as everything else does.
+
+    Args:
+        total_steps: the budget.
+        kind: which penalty.
+        weight: of the penalty, from step `anneal` on.
+        anneal: steps before that; 0: none.
+        anneal_weight: of the penalty until then.
+    """
+    if anneal >= total_steps:
+        raise Problem(f"{kind}.anneal: {anneal} of {total_steps} steps leave none for the penalty; lower it")
+    parts = [(anneal, anneal_weight), (total_steps - anneal, weight)]
+    return [
+        Phase(
+            name="interaction", generation=0, steps=steps, start="student", becomes=("student",),
+            targets=Given(), loss="cross_entropy", penalty=Penalty(kind=kind, weight=part_weight),
+        )
+        for steps, part_weight in parts if steps
     ]  # fmt: skip
 
 
@@ -244,4 +279,6 @@ SCHEDULES: dict[str, Schedule] = {
     "noisy-student": noisy_student,
     "self-distill": self_distill,
     "distill": distill,
+    "irm": invariant,
+    "rex": invariant,
 }

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from finetune_mile.networks.mlp import Mlp
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
 from finetune_mile.problems import Problem
 
@@ -20,10 +21,12 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
     shape = parse_arch(arch)
     if shape is not None:
         return ResNet(shape, padding=padding)
+    if arch == "mlp":
+        return Mlp()
     if not arch.startswith("timm:"):
         raise Problem(
             f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, "
-            "resnet18-cifar, resnet-demo, resnet-mini, "
+            "resnet18-cifar, resnet-demo, resnet-mini, mlp, "
             "... or timm:NAME"
         )
     import timm

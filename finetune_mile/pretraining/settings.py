@@ -34,7 +34,7 @@ def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
     """
     wanted = flags.get("recipe")
     if wanted is not None:
-        path, why = find_recipe(str(wanted), FOLDER), f"--recipe {wanted}"
+        path, why = find_recipe(str(wanted).removeprefix(f"{FOLDER}/"), FOLDER), f"--recipe {wanted}"
     else:
         grids = str(flags.get("data", "demo")).partition(":")[0] in GRIDS
         path, why = find_recipe("grids" if grids else "photos", FOLDER), "no --recipe: by the kind of --data"

@@ -81,6 +81,7 @@ class Block(Part):
     seeds: Seeds | None = None
     settings: Settings = {}
     columns: dict[str, Settings] = {"": {}}
+    means: dict[str, tuple[str, ...]] = Field(default={}, description="a column that is the mean of these, per seed")
     rows: dict[str, Row]
     measures: dict[str, str] = Field(default={}, description="shown name: key of results.json")
     paper: dict[str, dict[str, dict[str, float | None]]] = Field(
@@ -100,6 +101,16 @@ class Block(Part):
         """Columns in which a row exists."""
         only = self.rows[row].only
         return [c for c in self.columns if only is None or c in only]
+
+    @property
+    def shown_columns(self) -> list[str]:
+        """Columns of runs, then those that are means of them."""
+        return [*self.columns, *self.means]
+
+    def shown_columns_of(self, row: str) -> list[str]:
+        """The same for a row; a mean is there where all its columns are."""
+        own = self.columns_of(row)
+        return [*own, *(name for name, parts in self.means.items() if set(parts) <= set(own))]
 
 
 class QuickBlock(Part):
@@ -220,7 +231,7 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
     wrong = []
     if not block.columns:
         wrong.append("columns: is empty; leave it out for a block without columns")
-    for kind, names in (("block", [block.name]), ("row", block.rows), ("column", block.columns)):
+    for kind, names in (("block", [block.name]), ("row", block.rows), ("column", block.shown_columns)):
         wrong += [f"{kind} {n}: a name must not hold a slash" for n in names if "/" in n]
     for name, row in block.rows.items():
         wrong += [
@@ -233,12 +244,16 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
             for what, where in row.needs.items()
             if table.find_need(where, block) is None
         ]
+    for name, parts in block.means.items():
+        wrong += [f"means {name}: {_missing('column', c, block.columns)}" for c in parts if c not in block.columns]
+        if name in block.columns or not parts:
+            wrong.append(f"means {name}: must name some columns, and be no column itself")
     for name, columns in block.paper.items():
         if name not in block.rows:
             wrong.append(f"paper: {_missing('row', name, block.rows)}")
         for column, numbers in columns.items():
-            if column not in block.columns:
-                wrong.append(f"paper {name}: {_missing('column', column, block.columns)}")
+            if column not in block.shown_columns:
+                wrong.append(f"paper {name}: {_missing('column', column, block.shown_columns)}")
             wrong += [
                 f"paper {name}: {_missing('measure', m, block.measures)}" for m in numbers if m not in block.measures
             ]
@@ -246,8 +261,8 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
     pairs += [(r, "bars") for bar in block.bars for r in bar.rows or (bar.row,) if r is not None]
     wrong += [f"{where}: {_missing('row', row, block.rows)}" for row, where in pairs if table.find(row, block) is None]
     for bar in block.bars:
-        if bar.column not in block.columns:
-            wrong.append(f"bars: {_missing('column', bar.column, block.columns)}")
+        if bar.column not in block.shown_columns:
+            wrong.append(f"bars: {_missing('column', bar.column, block.shown_columns)}")
         if bar.measure not in block.measures:
             wrong.append(f"bars: {_missing('measure', bar.measure, block.measures)}")
     if block.heatmap is not None and block.heatmap.measure not in block.measures:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune_mile.problems import Problem
@@ -185,6 +185,7 @@ def make_ledger(table: Table, records: Sequence[Record], prices: Mapping[str, st
         grid = done if record.status == "done" else others
         grid.setdefault((record.block, record.row, record.column), {})[record.seed] = record
     _check_measures(table, done)
+    _add_means(table, done)
     blocks = [_block(table, block, done, others, prices) for block in table.blocks if block.shown_rows]
     finished = [r for r in records if r.status == "done"]
     expected = sum(
@@ -194,6 +195,25 @@ def make_ledger(table: Table, records: Sequence[Record], prices: Mapping[str, st
     return Ledger(
         table=table, blocks=tuple(blocks), runs=len(finished), expected=expected,
         seconds=math.fsum(r.seconds or 0.0 for r in finished), devices=tuple(dict.fromkeys(devices)),
+    )  # fmt: skip
+
+
+def _add_means(table: Table, done: Grid) -> None:
+    """Fill the columns that are means of others, for the seeds that all of these have; a cost is the sum."""
+    for block in table.blocks:
+        for name, columns in block.means.items():
+            for row in block.rows:
+                parts = [done.get((block.name, row, c), {}) for c in columns]
+                seeds = set.intersection(*(set(p) for p in parts))
+                done[block.name, row, name] = {seed: _mean_of([p[seed] for p in parts], name) for seed in seeds}
+
+
+def _mean_of(runs: Sequence[Record], column: str) -> Record:
+    keys = [key for key in runs[0].results if all(key in r.results for r in runs)]
+    seconds = [r.seconds for r in runs if r.seconds is not None]
+    return replace(
+        runs[0], column=column, results={key: statistics.fmean(r.results[key] for r in runs) for key in keys},
+        seconds=math.fsum(seconds) if seconds else None, recipe=", ".join(dict.fromkeys(r.recipe for r in runs)),
     )  # fmt: skip
 
 
@@ -220,7 +240,7 @@ def _check_measures(table: Table, done: Grid) -> None:
 def _block(table: Table, block: Block, done: Grid, others: Grid, prices: Mapping[str, str]) -> BlockLedger:
     cells = []
     for row in block.shown_rows:
-        for column in block.columns_of(row):
+        for column in block.shown_columns_of(row):
             place = (block.name, row, column)
             runs = done.get(place, {})
             paper = block.paper.get(row, {}).get(column, {})
@@ -239,7 +259,7 @@ def _block(table: Table, block: Block, done: Grid, others: Grid, prices: Mapping
         differences=tuple(
             Difference(first=a, second=b, column=column, measure=name, paired=found)
             for a, b in block.differences
-            for column in block.columns
+            for column in block.shown_columns
             for name in block.measures
             if (found := _paired(table, block, a, b, column, name, done)) is not None
         ),
@@ -267,7 +287,7 @@ def _values(table: Table, block: Block, reference: str, column: str, measure: st
     if found is None:  # --quick left its block out
         return {}
     other, row = found
-    columns = other.columns_of(row)
+    columns = other.shown_columns_of(row)
     column = column if column in columns else columns[0] if len(columns) == 1 else column
     key = other.measures.get(measure, block.measures[measure])
     runs = done.get((other.name, row, column), {})
@@ -280,7 +300,7 @@ def _paired(table: Table, block: Block, a: str, b: str, column: str, measure: st
         found = table.find(reference, block)
         if found is None:
             return None
-        columns = found[0].columns_of(found[1])
+        columns = found[0].shown_columns_of(found[1])
         if column not in columns and len(columns) != 1:
             return None
         if found[0].name == block.name and column not in columns:
@@ -303,7 +323,7 @@ def _checked(table: Table, block: Block, bar: Bar, done: Grid) -> CheckedBar:
 def _constant(block: Block, key: str, done: Grid) -> dict[str, Spread]:
     """Values of a constant in each column, over all rows and seeds; they are the same unless the data differ."""
     found = {}
-    for column in block.columns:
+    for column in block.shown_columns:
         places = [done.get((block.name, row, column), {}) for row in block.shown_rows]
         values = [v for runs in places for v in _spread(runs, key).values]
         found[column] = Spread(values=tuple(dict.fromkeys(values)))

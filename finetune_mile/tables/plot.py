@@ -55,7 +55,7 @@ def _lines(block: BlockLedger) -> int:
 def _height(block: BlockLedger) -> float:
     if block.block.heatmap is not None:
         return 4.2
-    offsets = max(len(block.block.columns), 2)
+    offsets = max(len(block.block.shown_columns), 2)
     return 1.1 + _lines(block) * (0.9 + len(block.block.shown_rows) * (0.16 + 0.08 * offsets))
 
 
@@ -71,7 +71,7 @@ def _panels(figure: SubFigure, block: BlockLedger) -> None:
             axis.axis("off")
     handles = [
         axes.flat[0].plot([], [], "o", color=colour, label=column or "ours")[0]
-        for column, colour in zip(block.block.columns, _colours(block), strict=True)
+        for column, colour in zip(block.block.shown_columns, _colours(block), strict=True)
     ]
     if block.block.paper:
         handles += axes.flat[0].plot([], [], "D", mfc="none", mec=INK, label="paper")
@@ -80,11 +80,11 @@ def _panels(figure: SubFigure, block: BlockLedger) -> None:
 
 
 def _colours(block: BlockLedger) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(len(block.block.columns))]
+    return [COLOURS[i % len(COLOURS)] for i in range(len(block.block.shown_columns))]
 
 
 def _panel(axis: Axes, block: BlockLedger, measure: str) -> None:
-    rows, columns = block.block.shown_rows, list(block.block.columns)
+    rows, columns = block.block.shown_rows, list(block.block.shown_columns)
     step = 0.7 / len(columns)
     for cell in block.cells:
         number, at = cell.numbers[measure], columns.index(cell.column)
@@ -114,7 +114,7 @@ def _heatmap(figure: SubFigure, ledger: Ledger, block: BlockLedger) -> None:
     wanted = block.block.heatmap
     assert wanted is not None
     found: dict[tuple[Any, Any], float] = {}
-    for cell in block.cells:
+    for cell in (c for c in block.cells if c.column in block.block.columns):
         settings = _settings(ledger, block, cell.row, cell.column)
         place = (settings.get(_key(wanted.x)), settings.get(_key(wanted.y)))
         ours = cell.numbers[wanted.measure].ours

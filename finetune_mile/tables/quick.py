@@ -47,6 +47,8 @@ def _shrink(table: Table, block: Block, part: QuickBlock | None, rows: set[str],
     part = part or QuickBlock()
     seeds = part.seeds if part.seeds is not None else table.quick.seeds
     columns = {c: s for c, s in block.columns.items() if part.columns is None or c in part.columns}
+    means = {name: parts for name, parts in block.means.items() if set(parts) <= set(columns)}
+    shown_columns = {*columns, *means}
     kept = {}
     for name, row in block.rows.items():
         if name not in rows:
@@ -61,11 +63,15 @@ def _shrink(table: Table, block: Block, part: QuickBlock | None, rows: set[str],
 
     return block.model_copy(
         update={
-            "columns": columns, "rows": kept, "settings": {**block.settings, **part.settings},
+            "columns": columns, "means": means, "rows": kept, "settings": {**block.settings, **part.settings},
             "seeds": _fewer(block.seeds if block.seeds is not None else table.seeds, seeds),
-            "paper": {r: {c: n for c, n in cs.items() if c in columns} for r, cs in block.paper.items() if r in kept},
+            "paper": {
+                r: {c: n for c, n in cs.items() if c in shown_columns} for r, cs in block.paper.items() if r in kept
+            },
             "differences": tuple(pair for pair in block.differences if all(map(here, pair))),
-            "bars": tuple(b for b in block.bars if b.column in columns and all(map(here, b.rows or (b.row or "",)))),
+            "bars": tuple(
+                b for b in block.bars if b.column in shown_columns and all(map(here, b.rows or (b.row or "",)))
+            ),
         }
     )  # fmt: skip
 

@@ -41,6 +41,7 @@ def resolve_all(jobs: Sequence[Job]) -> list[Meaning]:
     found = []
     for job in jobs:
         mark = json.dumps([job.verb, dict(job.settings)], default=str)
+        mark += f" {job.key.seed}" if "{seed}" in mark else ""
         if mark not in cache:
             try:
                 cache[mark] = _meaning(job)
@@ -65,7 +66,8 @@ def _meaning(job: Job) -> Meaning:
     options = parse(dataclasses.replace(job, folders={}).flags())
     resolved, here = resolve_anywhere(given_settings(options), options.sets)
     tree = _used(resolved.recipe.model_dump(mode="json"), get_args(Method))
-    return Meaning(tree=tree, hash=hash_of(tree), resolved=resolved, data_here=here)
+    of_seed = {k: v for k, v in job.settings.items() if k in tree and "{seed}" in str(v)}  # one hash for all seeds
+    return Meaning(tree=tree, hash=hash_of({**tree, **of_seed}), resolved=resolved, data_here=here)
 
 
 def _other_verb(job: Job) -> dict[str, Any]:

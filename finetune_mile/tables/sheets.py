@@ -80,18 +80,18 @@ def results(ledger: BlockLedger) -> list[Sheet]:
     measures = list(block.measures)
     if not measures or all(not c.runs and any(n.paper is not None for n in c.numbers.values()) for c in ledger.cells):
         return []  # nothing was run: the sheet beside the paper's numbers says so
-    if len(block.columns) * len(measures) <= WIDE and len(block.columns) > 1:
-        head = tuple(f"{m}, {c}" if len(measures) > 1 else c for c in block.columns for m in measures)
+    if len(block.shown_columns) * len(measures) <= WIDE and len(block.shown_columns) > 1:
+        head = tuple(f"{m}, {c}" if len(measures) > 1 else c for c in block.shown_columns for m in measures)
         caption = "Ours" if len(measures) > 1 else f"Ours: {measures[0]}"
         rows = []
         for row in block.shown_rows:
-            found = {c: ledger.cell(row, c) for c in block.columns}
-            shown = [_ours(ledger, found[c], m) for c in block.columns for m in measures]
+            found = {c: ledger.cell(row, c) for c in block.shown_columns}
+            shown = [_ours(ledger, found[c], m) for c in block.shown_columns for m in measures]
             cells = [c for c in found.values() if c is not None]
             rows.append((row, *shown, *_facts(cells)))
         return [Sheet(caption=caption, head=("", *head, *FACTS), rows=tuple(rows))]
     sheets = []
-    for column in block.columns:
+    for column in block.shown_columns:
         found_rows = [c for c in ledger.cells if c.column == column]
         rows = [(c.row, *(_ours(ledger, c, m) for m in measures), *_facts([c])) for c in found_rows]
         caption = f"Ours: {column}" if column else "Ours"
@@ -198,7 +198,7 @@ def wanted(checked: CheckedBar) -> str:
 
 def constants(ledger: BlockLedger) -> Sheet | None:
     """What a constant prediction reaches, in each column."""
-    columns = list(ledger.block.columns)
+    columns = list(ledger.block.shown_columns)
     rows = [
         (name, *(_range(found[c]) for c in columns)) for name, found in ledger.constants.items()
     ]  # fmt: skip

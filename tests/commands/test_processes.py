@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+from idx_files import write_mnist
 from modes import MODES, WHOLE
 from safetensors.torch import load_file
 from shortcuts import ROOT, SHORT_MILE
@@ -42,6 +44,20 @@ def test_two_processes_equal_one_in_every_mode(tmp_path):
         assert json.loads((two / mode / "run.json").read_text())["world_size"] == 2
         results = [json.loads((folder / mode / "results.json").read_text()) for folder in (one, two)]
         assert results[0]["images"] == results[1]["images"] == 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["irm", "rex"])
+def test_a_penalty_over_two_processes_is_that_of_the_whole_batch(tmp_path, method):
+    data = write_mnist(tmp_path / "mnist", 300, 60)
+    flags = ["--recipe", "ood/colored-mnist", "--data", f"colored-mnist:{data}?side=14", "--method", method]
+    flags += ["--steps", "30", "--batch-size", "16", "--lr", "0.01", "--set", "optimizer.name=sgd"]
+    flags += ["--set", f"{method}.weight=5", "--set", f"{method}.anneal=0"]
+    for processes in (1, 2):
+        words = [*flags, "--out", str(tmp_path / str(processes))]
+        done = launch("finetune_mile/run.py", *words, processes=processes, use_cpu=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert distance(tmp_path / "1", tmp_path / "2") <= 1e-5
 
 
 def test_processes_that_do_not_see_each_other_are_stopped(tmp_path):

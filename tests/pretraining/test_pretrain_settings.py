@@ -47,6 +47,7 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path):
 
 def test_the_recipe_follows_the_data(tmp_path):
     assert resolve({}, []).path.stem == "grids"
+    assert resolve({"recipe": "pretrain/photos"}, []).path.stem == "photos"
     assert resolve({"data": f"folder:{tmp_path}"}, []).path.stem == "photos"
 
 

@@ -25,9 +25,12 @@ SOURCES: dict[str, str] = {
     "celeba": "finetune_mile.images.sources.celeba",
     "multi-mnist": "finetune_mile.images.sources.multi_mnist",
     "mosaic": "finetune_mile.images.sources.mosaic",
+    "colored-mnist": "finetune_mile.images.sources.colored_mnist",
+    "colored-mnist+": "finetune_mile.images.sources.colored_mnist_plus",
 }
 DIRECTORIES = ("folder", "imagenet", "wds", "webvision", "celeba", "mosaic")
-PLACELESS = ("demo", "imagenet", "multi-mnist")  # their name alone will do
+OF_MNIST = ("multi-mnist", "colored-mnist", "colored-mnist+")
+PLACELESS = ("demo", "imagenet", *OF_MNIST)  # their name alone will do
 
 
 def split_name(data: str) -> tuple[str, str]:
@@ -50,7 +53,7 @@ def _check_place(data: str, scheme: str, place: str) -> None:
         raise Problem(f"--data {data}: write demo, or demo:400 for 400 training grids")
     if scheme in DIRECTORIES and not Path(place).is_dir():
         raise Problem(f"--data {data}: there is no directory {place!r}")
-    if scheme == "multi-mnist" and "download=yes" not in data:
+    if scheme in OF_MNIST and "download=yes" not in data:
         find_mnist(scheme, place)
     if scheme == "csv" and not Path(place).is_file():
         raise Problem(f"--data {data}: there is no file {place!r}")
