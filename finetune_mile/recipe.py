@@ -171,6 +171,7 @@ class Evaluate(Section):
     prediction_set: Literal["threshold", "argmax_or_threshold"] = Field(
         description="what counts as predicted in f1@...: p > t, or that and the best class"
     )
+    thresholds: tuple[Rho, ...] = Field(default=(), description="f1@... also at these, beside 0.25, 0.5 and rho")
     labels: bool = Field(default=True, description="write labels.parquet for the training images")
 
 

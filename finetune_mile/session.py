@@ -31,8 +31,9 @@ from finetune_mile.learning.loop import Loop
 from finetune_mile.learning.phases import Phase, Pool
 from finetune_mile.learning.roles import Roles
 from finetune_mile.learning.stores import LabelStore
-from finetune_mile.measures.evaluation import predict, score
+from finetune_mile.measures.evaluation import predict
 from finetune_mile.measures.generations import pick_probe
+from finetune_mile.measures.scoring import measure
 from finetune_mile.plan import labelled_per_batch
 from finetune_mile.problems import Problem
 from finetune_mile.recipe import Recipe
@@ -126,12 +127,12 @@ class Session:
         logits = self.logits(network, val, picked.numpy())
         good = ~logits.isnan().all(1)  # bad images do not count, and are counted
         logits, picked = logits[good], picked[good]
-        found = score(
+        found = measure(
             logits, val.given[picked],
             None if val.truth is None else val.truth[picked], activation=self.recipe.activation,
             prediction_set=self.recipe.evaluate.prediction_set, rho=self.recipe.rho,
-            main=None if val.main is None else val.main[picked],
-        )  # fmt: skip
+            main=None if val.main is None else val.main[picked], thresholds=self.recipe.evaluate.thresholds,
+        ).results()  # fmt: skip
         if self.data.extra_scores is not None:
             chances = logits.sigmoid() if self.recipe.activation == "sigmoid" else logits.softmax(1)
             found |= self.data.extra_scores(chances, picked)

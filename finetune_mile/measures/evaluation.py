@@ -1,4 +1,4 @@
-"""Numbers out: a network over an image set, on all processes, and every score that its labels allow."""
+"""A network over an image set, on all processes: its logits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune_mile.images.pipeline import Views, batches
-from finetune_mile.measures.metrics import SetRule
-from finetune_mile.measures.scoring import Activation, measure
 
 
 @torch.no_grad()
@@ -69,18 +67,3 @@ def _gather(accelerator: Accelerator, parts: list[Tensor], total: int) -> Tensor
     gathered = accelerator.gather(padded).unflatten(0, (world, longest))
     woven: Tensor = gathered.transpose(0, 1).flatten(0, 1)[:total].cpu()
     return woven
-
-
-def score(
-    logits: Tensor,
-    given: Tensor,
-    truth: Tensor | None,
-    *,
-    activation: Activation,
-    prediction_set: SetRule,
-    rho: float | None,
-    main: Tensor | None = None,
-) -> dict[str, float]:
-    """The flat dictionary of results.json; the arguments are those of `scoring.measure`."""
-    found = measure(logits, given, truth, activation=activation, prediction_set=prediction_set, rho=rho, main=main)
-    return found.results()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,6 +44,7 @@ def measure(
     prediction_set: metrics.SetRule,
     rho: float | None,
     main: Tensor | None = None,
+    thresholds: Sequence[float] = (),
 ) -> Measured:
     """Measure all that the labels allow: percent 0-100, except coverage (labels per image) and recovery_map (0-1).
 
@@ -54,6 +56,7 @@ def measure(
         prediction_set: which rule the plain `f1@...` uses; the other ones are given by name.
         rho: the pseudo-label threshold, for f1@rho.
         main: (N,) the class of the main object, where it is known.
+        thresholds: more of them for f1@...
     """
     probabilities = logits.softmax(1) if activation == "softmax" else logits.sigmoid()
     found = Measured(facts={"images": len(logits)})
@@ -65,7 +68,10 @@ def measure(
         found.samples["main_accuracy"] = 100 * metrics.top_k(logits, main, 1).double()
     found.samples["coverage@0.25"] = metrics.count_true(probabilities > 0.25).double()
     if truth is not None:
-        _set_scores(found, logits, probabilities, truth, prediction_set, rho)
+        _set_scores(found, logits, probabilities, truth, prediction_set, rho, thresholds)
+        if main is not None:  # what a perfect classifier of the main object would have, and no more
+            alone = torch.nn.functional.one_hot(main, logits.shape[1]).bool()
+            found.facts["main_only_f1"] = 100 * float(metrics.sample_f1(alone, truth)[truth.any(1)].mean())
         _class_scores(found, logits if activation == "sigmoid" else logits.log_softmax(1), given, truth)
         _class_table(found, probabilities, truth)
     found.order = [
@@ -93,6 +99,7 @@ def _set_scores(
     truth: Tensor,
     prediction_set: metrics.SetRule,
     rho: float | None,
+    more: Sequence[float],
 ) -> None:
     """The measures of sets: F1 at all thresholds comes from one table of counts."""
     sizes = metrics.count_true(truth)
@@ -108,7 +115,7 @@ def _set_scores(
         "lrap": percent(metrics.ranking_precision(logits, truth)),
     }
     grid = metrics.threshold_grid()
-    named = {f"{t:g}": t for t in THRESHOLDS} | ({"rho": rho} if rho is not None else {})
+    named = {f"{t:g}": t for t in (*THRESHOLDS, *more)} | ({"rho": rho} if rho is not None else {})
     thresholds = torch.cat([grid, torch.tensor(list(named.values()))]).unique()  # ascending
     predicted, hits = metrics.threshold_counts(probabilities, truth, thresholds)
     for rule in RULES:

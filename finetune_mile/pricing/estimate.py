@@ -87,7 +87,12 @@ def _becomes_teacher(phase: Phase) -> bool:
 
 
 def estimate(
-    recipe: Recipe, counts: Counts, learner: NetworkTimes, teacher: NetworkTimes | None, reading: Seconds | None
+    recipe: Recipe,
+    counts: Counts,
+    learner: NetworkTimes,
+    optimise: Seconds,
+    teacher: NetworkTimes | None,
+    reading: Seconds | None,
 ) -> Estimate:
     """Add it up.
 
@@ -95,12 +100,13 @@ def estimate(
         recipe: the run.
         counts: what it does.
         learner: the network that learns, timed.
+        optimise: one step of its optimiser.
         teacher: a teacher of another build, timed; None: the learner's.
         reading: one image read in as many processes as there will be; None: not known, or hidden behind the steps.
     """
     teacher = teacher or learner
     trained = counts.plan.total_steps * recipe.batch_size
-    seconds = learner.learn * trained + learner.optimise * counts.plan.total_steps
+    seconds = learner.learn * trained + optimise * counts.plan.total_steps
     seconds += teacher.forward * counts.teacher_images + learner.forward * counts.evaluation_images
     if reading is not None:
         seconds += reading * (trained + counts.evaluation_images)

@@ -42,17 +42,14 @@ def make_offer(recipe: Recipe, *, network: NetworkFacts | None = None, teacher: 
     network = network or look_at_network(recipe.init, recipe.arch, recipe.size)
     if recipe.teacher is not None and teacher is None:
         teacher = look_at_network(recipe.teacher, None, network.size)
-    from finetune_mile.pricing.timing import time_network, time_reading
+    from finetune_mile.pricing.timing import time_network, time_optimizer, time_reading
 
     share = max(min(recipe.batch_size // recipe.accumulate, MOST_AT_ONCE), 2)
-    learner = time_network(
-        network, classes=scene.classes, share=share, optimizer=recipe.optimizer.name, precision=recipe.precision
-    )
+    learner = time_network(network, classes=scene.classes, share=share, precision=recipe.precision)
+    optimise = time_optimizer(network, recipe.optimizer.name, classes=scene.classes)
     other = None
     if teacher is not None and teacher != network:
-        other = time_network(
-            teacher, classes=scene.classes, share=share, optimizer=recipe.optimizer.name, precision=recipe.precision
-        )
+        other = time_network(teacher, classes=scene.classes, share=share, precision=recipe.precision)
     reading = None
     if scene.here:
         reading = time_reading(recipe.data, network.size, recipe.augment.crop, recipe.augment.scale)
@@ -63,7 +60,7 @@ def make_offer(recipe: Recipe, *, network: NetworkFacts | None = None, teacher: 
             reading = per_image * late
     return Offer(
         recipe=recipe, scene=scene, network=network, teacher=teacher, reading_timed=reading is not None,
-        estimate=estimate(recipe, counts, learner, other, reading), warnings=tuple(warnings(recipe, counts)),
+        estimate=estimate(recipe, counts, learner, optimise, other, reading), warnings=tuple(warnings(recipe, counts)),
     )  # fmt: skip
 
 

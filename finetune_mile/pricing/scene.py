@@ -6,13 +6,16 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune_mile.checkpoints.cards import SCRATCH, Card, check_init, find_card, list_cards, split_init
 from finetune_mile.images.sources import load_data
 from finetune_mile.learning.phases import Pool
 from finetune_mile.problems import Problem
 from finetune_mile.recipe import Recipe
+
+if TYPE_CHECKING:
+    from finetune_mile.networks.resnets import Padding
 
 # Scheme of --data: training images, validation images, classes; for data that is not here.
 KNOWN = {"imagenet": (1_281_167, 50_000, 1000), "webvision": (2_439_574, 50_000, 1000)}
@@ -40,7 +43,7 @@ class NetworkFacts:
     """A network's build, as far as timing it needs."""
 
     arch: str
-    padding: str
+    padding: Padding
     size: int
     here: bool  # are its weights on this machine?
 

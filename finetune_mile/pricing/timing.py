@@ -46,7 +46,6 @@ class NetworkTimes:
     """One network, timed."""
 
     learn: Seconds  # forward, loss and backward, per image
-    optimise: Seconds  # per step
     forward: Seconds  # evaluation mode, per image
     parameters: int
     activation_bytes: int  # kept for the backward pass, per image
@@ -62,7 +61,7 @@ def device_words() -> str:
 
 @lru_cache(maxsize=64)
 def time_network(
-    facts: NetworkFacts, *, classes: int, share: int, optimizer: str, precision: Literal["no", "fp16", "bf16"]
+    facts: NetworkFacts, *, classes: int, share: int, precision: Literal["no", "fp16", "bf16"]
 ) -> NetworkTimes:
     """Time a network with random weights on synthetic images.
 
@@ -70,15 +69,9 @@ def time_network(
         facts: which network, at which size.
         classes: C.
         share: images of a batch that are computed at once; fewer are timed where that takes long.
-        optimizer: sgd, adamw or lars.
         precision: as in a recipe.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    network = build(facts.arch, padding=facts.padding)  # type: ignore[arg-type]
-    new_head(network, classes, "prior")
-    network.to(device).train()
-    groups = parameter_groups(network, lr=1e-6, head_lr=None, weight_decay=0.0)
-    stepper = make_optimizer(optimizer, groups, momentum=0.9, nesterov=False)  # type: ignore[arg-type]
+    network, device = _made(facts, classes)
     kind = torch.bfloat16 if precision == "bf16" else torch.float16
 
     def images(count: int) -> Any:
@@ -93,23 +86,36 @@ def time_network(
         with torch.no_grad(), torch.autocast(device.type, kind, enabled=precision != "no"):
             network(batch)
 
-    small = images(min(FIRST_BATCH, max(share, 2)))
+    small = images(FIRST_BATCH)
     kept = _kept_bytes(lambda: learn(small)) // len(small)
     batch = images(_batch_for(lambda: learn(small), len(small), share))
     learning = _timed(lambda: learn(batch)) * (1 / len(batch))
-    optimise = _timed(stepper.step)
     network.eval()
     batch = images(_batch_for(lambda: forward(small), len(small), share))
     looking = _timed(lambda: forward(batch)) * (1 / len(batch))
     parameters = sum(p.numel() for p in network.parameters()) + sum(b.numel() for b in network.buffers())
-    return NetworkTimes(
-        learn=learning, optimise=optimise, forward=looking, parameters=parameters, activation_bytes=kept
-    )
+    return NetworkTimes(learn=learning, forward=looking, parameters=parameters, activation_bytes=kept)
+
+
+@lru_cache(maxsize=64)
+def time_optimizer(facts: NetworkFacts, name: Literal["sgd", "adamw", "lars"], *, classes: int) -> Seconds:
+    """One step of an optimiser over a network's gradients."""
+    network, _ = _made(facts, classes)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    groups = parameter_groups(network, lr=1e-6, head_lr=None, weight_decay=0.0)
+    return _timed(make_optimizer(name, groups, momentum=0.9, nesterov=False).step)
+
+
+def _made(facts: NetworkFacts, classes: int) -> tuple[nn.Module, torch.device]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    network = build(facts.arch, padding=facts.padding)
+    new_head(network, classes, "prior")
+    return network.to(device).train(), device
 
 
 def _batch_for(step: Callable[[], None], count: int, share: int) -> int:
     """Images with which a step takes about `PART_SECONDS`; never more than a real step has."""
-    step()
     began = time.perf_counter()
     step()
     _wait()

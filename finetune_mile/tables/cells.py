@@ -18,6 +18,7 @@ from finetune_mile.tables.description import Block, Settings, Table
 
 FLAGS_OF_PATHS = {path: flag for flag, path in FLAG_PATHS.items()}
 LAUNCH = "accelerate launch"
+_PLACE = re.compile(r"\{(\w+)\}")  # of another run in a setting
 
 
 class Key(NamedTuple):
@@ -81,8 +82,13 @@ def _flag(key: str, value: Any, verb: str, method: str) -> list[str]:
     plain = name == "recipe" or (verb == "run" and name in SETTINGS and not isinstance(value, bool | list | dict))
     if plain and value is not None and (name not in ("k_t", "k_s") or method == "mile"):
         return [f"--{name.replace('_', '-')}", str(value)]
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
-    return ["--set", f"{key}={text}"]
+    return ["--set", f"{key}={yaml_value(value)}"]
+
+
+def yaml_value(value: Any) -> str:
+    """A value as YAML on one line."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return text.removesuffix("...\n").strip()
 
 
 # ------------------------------------------------------------------------------------------- settings
@@ -147,10 +153,15 @@ def _job(table: Table, key: Key, known: set[Key], runs: Path, over: Settings) ->
     block = table.block(key.block)
     row = block.rows[key.row]
     shared = table.settings if row.verb == "run" else {}
+    settings = layered(shared, block.settings, block.columns[key.column], row.settings, over)
+    for name, value in settings.items():
+        for other in _PLACE.findall(value) if isinstance(value, str) else ():
+            if other not in {*row.needs, "seed"}:
+                raise Problem(f"{key.cell}: {name}: {value} names {{{other}}}, which is not among the row's needs")
     needs = {name: _needed(table, block, key, name, where, known) for name, where in row.needs.items()}
     return Job(
         key=key, verb=row.verb, needs=needs, folder=folder_of(runs, key),
-        settings=layered(shared, block.settings, block.columns[key.column], row.settings, over),
+        settings=settings,
         folders={name: folder_of(runs, need) for name, need in needs.items()}, hidden=block.hidden or row.hidden,
     )  # fmt: skip
 

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
-import yaml
-
-from finetune_mile.tables.cells import Job, Key, head
+from finetune_mile.tables.cells import Job, Key, head, yaml_value
 from finetune_mile.tables.running import Order
 from finetune_mile.tables.states import State
 
@@ -47,21 +45,19 @@ def settings_and_sources(state: State) -> list[str]:
     """Settings that flags gave, or whose source the recipe names: `key = value   who said it; where it is from`."""
     resolved = state.meaning.resolved
     if resolved is None:
-        return [f"{key} = {_shown(value)}" for key, value in state.meaning.tree.items()]
-    sources = getattr(resolved, "sources", {})
+        return [f"{key} = {yaml_value(value)}" for key, value in state.meaning.tree.items()]
+    sources = resolved.sources
     lines = [f"recipe = {resolved.path.stem}   {resolved.why}"]
     for key, value in state.meaning.tree.items():
         speaker = resolved.said_by.get(key, "")
         source = sources.get(key) or sources.get(key.rpartition(".")[0], "")
-        if (speaker.startswith("--") or source) and key != "seed":
-            lines.append(f"{key} = {_shown(value)}   " + "; ".join(part for part in (speaker, source) if part))
+        if key == "seed" or (key == "data" and not state.meaning.data_here):
+            continue
+        if speaker.startswith("--") or source:
+            lines.append(f"{key} = {yaml_value(value)}   " + "; ".join(part for part in (speaker, source) if part))
     if not state.meaning.data_here:
-        lines.append("data: ImageNet is not on this machine (IMAGENET_DIR); the command finds it where it is")
+        lines.append("data = imagenet   found by IMAGENET_DIR when it is run; it is not on this machine")
     return lines
-
-
-def _shown(value: object) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
 
 
 # -------------------------------------------------------------------------------------------- commands

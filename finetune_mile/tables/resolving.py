@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +14,13 @@ from typing import Any, get_args
 from finetune_mile.flags import given_settings, parse
 from finetune_mile.problems import Problem
 from finetune_mile.recipe import Method
-from finetune_mile.settings import Resolved, find_imagenet, resolve
-from finetune_mile.tables.cells import Job
+from finetune_mile.settings import Resolved, resolve
+from finetune_mile.tables.cells import Job, yaml_value
 
 # What changes no number: not compared, not hashed. A seed belongs to a run, not to its cell.
 ASIDE = ("workers", "checkpoint_every", "log_every", "track", "precision", "seed")
 PLACES = ("data", "truth", "split")  # hashed without the folder that they lie in
+RECIPES = {"pretrain": "finetune_mile.pretraining"}  # verbs besides run that have recipes of their own
 NO_IMAGENET = "imagenet:data/imagenet"  # stands for ImageNet where it is not
 
 
@@ -34,7 +37,7 @@ class Meaning:
 def resolve_all(jobs: Sequence[Job]) -> list[Meaning]:
     """Resolve each job; cells are resolved once for all their seeds, and all problems are raised at once."""
     cache: dict[str, Meaning] = {}
-    wrong: dict[str, None] = {}
+    wrong: dict[str, dict[str, None]] = {}  # sentence: cells
     found = []
     for job in jobs:
         mark = json.dumps([job.verb, dict(job.settings)], default=str)
@@ -43,41 +46,54 @@ def resolve_all(jobs: Sequence[Job]) -> list[Meaning]:
             try:
                 cache[mark] = _meaning(job)
             except Problem as problem:
-                wrong |= dict.fromkeys(f"{job.key.cell}: {sentence}" for sentence in problem.sentences)
+                for sentence in problem.sentences:
+                    wrong.setdefault(sentence, {})[job.key.cell] = None
                 continue
         found.append(cache[mark])
     if wrong:
-        raise Problem(*wrong)
+        raise Problem(*(f"{_some(list(cells))}: {sentence}" for sentence, cells in wrong.items()))
     return found
+
+
+def _some(cells: Sequence[str]) -> str:
+    return cells[0] if len(cells) == 1 else f"{cells[0]} and {len(cells) - 1} more"
 
 
 def _meaning(job: Job) -> Meaning:
     if job.verb != "run":
-        tree = dict(job.settings)
+        tree = _other_verb(job)
         return Meaning(tree=tree, hash=hash_of(tree), resolved=None, data_here=True)
-    template = Job(
-        key=job.key, verb=job.verb, settings=job.settings, needs=job.needs, folder=job.folder, folders={},
-        hidden=job.hidden,
-    )  # fmt: skip
-    options = parse([*template.flags()])
-    flags = given_settings(options)
-    here = True
-    if "data" not in flags:
-        try:
-            find_imagenet()
-        except Problem:
-            here = False
-    try:
-        resolved = resolve(flags, options.sets)
-    except Problem:
-        if here:
-            raise
-        resolved = resolve({**flags, "data": NO_IMAGENET}, options.sets)
-    recipe = resolved.recipe
-    idle = {m.replace("-", "_") for m in get_args(Method) if m != recipe.method}  # blocks of other methods
-    tree = dotted({k: v for k, v in recipe.model_dump(mode="json").items() if k not in idle})
+    options = parse(dataclasses.replace(job, folders={}).flags())
+    resolved, here = resolve_anywhere(given_settings(options), options.sets)
+    tree = _used(resolved.recipe.model_dump(mode="json"), get_args(Method))
     of_seed = {k: v for k, v in job.settings.items() if k in tree and "{seed}" in str(v)}  # one hash for all seeds
     return Meaning(tree=tree, hash=hash_of({**tree, **of_seed}), resolved=resolved, data_here=here)
+
+
+def _other_verb(job: Job) -> dict[str, Any]:
+    """The whole recipe of a verb that has one, else the settings that the table gives."""
+    if job.verb not in RECIPES:
+        return dict(job.settings)
+    settings, recipe = (importlib.import_module(f"{RECIPES[job.verb]}.{name}") for name in ("settings", "recipe"))
+    flags = {"recipe": job.settings["recipe"]} if "recipe" in job.settings else {}
+    sets = [f"{key}={yaml_value(value)}" for key, value in job.settings.items() if key != "recipe"]
+    return _used(settings.resolve(flags, sets).recipe.model_dump(mode="json"), get_args(recipe.Method))
+
+
+def _used(tree: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
+    """A recipe with dotted keys, without the blocks of methods that it does not use."""
+    idle = {method.replace("-", "_") for method in methods if method != tree["method"]}
+    return dotted({key: value for key, value in tree.items() if key not in idle})
+
+
+def resolve_anywhere(flags: Mapping[str, Any], sets: list[str]) -> tuple[Resolved, bool]:
+    """A recipe, also where ImageNet is meant and not on this machine; False: it is not."""
+    try:
+        return resolve(flags, sets), True
+    except Problem:
+        if flags.get("data", "imagenet") != "imagenet":
+            raise
+    return resolve({**flags, "data": NO_IMAGENET}, sets), False
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -44,7 +44,8 @@ def head_lines(ledger: Ledger) -> list[str]:
 def status_lines(ledger: Ledger) -> list[str]:
     """How much of it is there."""
     where = f" ({'; '.join(ledger.devices)})" if ledger.devices else ""
-    lines = [f"{ledger.runs} of {ledger.expected} runs are done; they took {duration(ledger.seconds)}{where}."]
+    took = f"; they took {duration(ledger.seconds)}{where}" if ledger.runs else ""
+    lines = [f"{ledger.runs} of {ledger.expected} runs are done{took}."]
     bars = [b for block in ledger.blocks for b in block.bars]
     if bars:
         met = sum(b.outcome == "met" for b in bars)
@@ -77,8 +78,8 @@ def results(ledger: BlockLedger) -> list[Sheet]:
     """Ours: all columns side by side where they fit, else a sheet a column."""
     block = ledger.block
     measures = list(block.measures)
-    if not measures:
-        return []
+    if not measures or all(not c.runs and any(n.paper is not None for n in c.numbers.values()) for c in ledger.cells):
+        return []  # nothing was run: the sheet beside the paper's numbers says so
     if len(block.shown_columns) * len(measures) <= WIDE and len(block.shown_columns) > 1:
         head = tuple(f"{m}, {c}" if len(measures) > 1 else c for c in block.shown_columns for m in measures)
         caption = "Ours" if len(measures) > 1 else f"Ours: {measures[0]}"
@@ -86,7 +87,7 @@ def results(ledger: BlockLedger) -> list[Sheet]:
         for row in block.shown_rows:
             found = {c: ledger.cell(row, c) for c in block.shown_columns}
             shown = [_ours(ledger, found[c], m) for c in block.shown_columns for m in measures]
-            cells = [c for c in found.values() if c is not None]
+            cells = [c for c in found.values() if c is not None and c.column in block.columns]
             rows.append((row, *shown, *_facts(cells)))
         return [Sheet(caption=caption, head=("", *head, *FACTS), rows=tuple(rows))]
     sheets = []
@@ -232,7 +233,9 @@ def duration(seconds: float) -> str:
     """Seconds in the unit that a reader would use."""
     if seconds < 100:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:,.{1 if seconds < 360_000 else 0}f} h"
 
 
 def place(cell: Cell) -> str:

@@ -81,7 +81,7 @@ def differences(job: Job, meaning: Meaning, runs: Path) -> list[str]:
     aside = [key for key in ASIDE if key != "seed"]
     found = []
     for key, value in now.items():
-        if key in aside or (key not in was and (value is None or meaning.resolved is None)):
+        if key in aside or (value is None and (key not in was or job.verb != "run")):
             continue
         if _same(was.get(key), value, runs):
             continue

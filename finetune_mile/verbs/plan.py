@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from finetune_mile.flags import Parser, given_settings, parse
 from finetune_mile.problems import Problem
-from finetune_mile.settings import Resolved, resolve
-from finetune_mile.tables.resolving import NO_IMAGENET
+from finetune_mile.settings import Resolved
+from finetune_mile.tables.resolving import resolve_anywhere
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -47,7 +47,8 @@ def main(argv: list[str]) -> int:
         return plan_table(options, sets)
     if options.quick or options.runs:
         raise Problem("--quick and --runs belong to --table NAME")
-    resolved, known = resolve_anywhere(rest)
+    given = parse(rest)
+    resolved, known = resolve_anywhere(given_settings(given), given.sets)
     from finetune_mile import devices
     from finetune_mile.pricing.making import make_offer
 
@@ -55,23 +56,6 @@ def main(argv: list[str]) -> int:
     offer = make_offer(resolved.recipe)
     sys.stdout.write(describe(resolved, offer, known))
     return 0
-
-
-def resolve_anywhere(words: list[str]) -> tuple[Resolved, bool]:
-    """The recipe of run.py's flags; without ImageNet here it is planned all the same. Also: was the data found?"""
-    from finetune_mile.settings import find_imagenet
-
-    options = parse(words)
-    flags = given_settings(options)
-    if "data" not in flags:
-        try:
-            find_imagenet()
-        except Problem:
-            try:
-                return resolve(flags, options.sets), True
-            except Problem:
-                return resolve({**flags, "data": NO_IMAGENET}, options.sets), False
-    return resolve(flags, options.sets), True
 
 
 # ------------------------------------------------------------------------------------------ one recipe

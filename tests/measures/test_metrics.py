@@ -9,8 +9,8 @@ from sklearn.metrics import f1_score, label_ranking_average_precision_score, top
 
 from finetune_mile.learning.phases import Threshold
 from finetune_mile.measures import metrics
-from finetune_mile.measures.evaluation import score
 from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
+from finetune_mile.measures.scoring import measure
 
 
 def sample(seed, n=60, c=7, rounding=1):
@@ -60,14 +60,16 @@ def test_no_constant_beats_the_trivial_score():
 def test_results_leave_empty_sets_out_and_say_how_many():
     scores, truth, labels = sample(2)
     truth[:10], truth[10:, 0] = False, True
-    found = score(scores, labels, truth, activation="sigmoid", prediction_set="threshold", rho=0.1)
+    found = measure(scores, labels, truth, activation="sigmoid", prediction_set="threshold", rho=0.1).results()
     assert found["images"] == 60
     assert found["images_with_set"] == int(truth.any(1).sum())
     assert found["f1@0.25"] == found["f1_threshold@0.25"]
     assert found["f1@best"] >= max(found["f1@0.25"], found["f1@0.5"]) - 1
-    published = score(scores, labels, truth, activation="sigmoid", prediction_set="argmax_or_threshold", rho=0.1)
+    published = measure(
+        scores, labels, truth, activation="sigmoid", prediction_set="argmax_or_threshold", rho=0.1
+    ).results()
     assert published["f1@0.5"] == found["f1_argmax_or_threshold@0.5"]
-    plain = score(scores, labels, None, activation="softmax", prediction_set="threshold", rho=None)
+    plain = measure(scores, labels, None, activation="softmax", prediction_set="threshold", rho=None).results()
     assert not any(key.startswith(("f1", "real", "lrap", "trivial")) for key in plain)
 
 
@@ -88,3 +90,15 @@ def test_guards_speak_up_before_a_collapse():
     assert any("given labels" in sentence for sentence in guard(report, 10, None))
     fine = LabelReport(labels_per_image=1.2, empty_share=0.05, given_recall=0.8, churn=0.1)
     assert guard(fine, 10, fine) == []
+
+
+def test_a_main_object_gives_its_accuracy_and_what_it_alone_would_score():
+    logits = torch.tensor([[3.0, 1.0, -1.0], [0.0, 2.0, 1.0]])
+    truth = torch.tensor([[True, True, False], [False, False, True]])
+    found = measure(
+        logits, torch.tensor([1, 2]), truth, activation="sigmoid", prediction_set="threshold", rho=None,
+        main=torch.tensor([0, 2]), thresholds=(0.8,),
+    ).results()  # fmt: skip
+    assert found["main_accuracy"] == 50.0
+    assert found["main_only_f1"] == pytest.approx(100 * (2 / 3 + 1) / 2)
+    assert found["f1@0.8"] == pytest.approx(100 * (2 / 3 + 0) / 2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, f1_score, label_ranking_average_precision_score
 
 from finetune_mile.measures import metrics
-from finetune_mile.measures.evaluation import score
+from finetune_mile.measures.scoring import measure
 
 HOW = {"prediction_set": "threshold", "rho": None}
 ROUNDINGS = st.sampled_from([0, 1, 6])  # whole numbers have ties
@@ -77,7 +77,7 @@ def test_recovery_equals_a_plain_loop(seed, rounding, activation):
             strict.append(average_precision_score(others[rows, c].numpy(), shown[rows, c].numpy()))
             rows = rows & (labels != c)
             fair.append(average_precision_score(others[rows, c].numpy(), shown[rows, c].numpy()))
-    found = score(scores, labels, truth, activation=activation, **HOW)
+    found = measure(scores, labels, truth, activation=activation, **HOW).results()
     assert found["recovery_map"] == pytest.approx(np.mean(strict), abs=1e-6)
     assert found["recovery_map_others"] == pytest.approx(np.mean(fair), abs=1e-6)
 
@@ -85,12 +85,12 @@ def test_recovery_equals_a_plain_loop(seed, rounding, activation):
 def test_recovery_by_hand():
     logits = torch.tensor([[3.0, 2.0], [1.0, 3.0], [0.0, 1.0], [2.0, 0.0]])
     truth = torch.tensor([[True, True], [False, True], [False, True], [True, False]])
-    found = score(logits, torch.tensor([0, 1, 0, 0]), truth, activation="sigmoid", **HOW)
+    found = measure(logits, torch.tensor([0, 1, 0, 0]), truth, activation="sigmoid", **HOW).results()
     # Only class 1 has labels that were not given: images 0 (second, behind the given one of image 1) and 2 (third).
     assert found["recovery_map"] == pytest.approx((1 / 2 + 2 / 3) / 2)
     assert found["recovery_map_others"] == 1
     labels = torch.tensor([0, 1, 1, 0])
-    same = score(logits, labels, torch.eye(2).bool()[labels], activation="sigmoid", **HOW)
+    same = measure(logits, labels, torch.eye(2).bool()[labels], activation="sigmoid", **HOW).results()
     assert "recovery_map" not in same, "there is nothing to recover"
 
 
@@ -116,9 +116,9 @@ def test_f1_from_counts_equals_f1_of_sets_at_every_threshold(seed, rounding, rul
 def test_many_labels_and_few_images_need_no_special_case():
     for n, c in ((1, 3), (3, 1), (2, 2)):
         scores, truth = torch.zeros(n, c), torch.ones(n, c, dtype=torch.bool)
-        found = score(scores, truth.long(), None, activation="sigmoid", **HOW)
+        found = measure(scores, truth.long(), None, activation="sigmoid", **HOW).results()
         assert found["f1@0.25"] == found["lrap"] == found["map"] == 100
-        nothing = score(scores, torch.zeros(n).long(), ~truth, activation="sigmoid", **HOW)
+        nothing = measure(scores, torch.zeros(n).long(), ~truth, activation="sigmoid", **HOW).results()
         assert nothing["images_with_set"] == 0
         assert not any(key.startswith("f1") for key in nothing)
 
@@ -139,7 +139,7 @@ def test_real_labels_at_full_size(shared):
     logits = torch.randn(50000, 1000, generator=torch.Generator().manual_seed(0)) * 3 - 6
     logits += 9 * truth
     logits[torch.arange(50000), labels] += 6
-    found = score(logits, labels, truth, activation="sigmoid", **HOW)
+    found = measure(logits, labels, truth, activation="sigmoid", **HOW).results()
     known = sizes > 0
     assert found["images_with_set"] == int(known.sum())
     inside = truth[torch.arange(50000), labels][known].double().mean()

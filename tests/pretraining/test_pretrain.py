@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import torch
-from runs import METHODS, SHORT, exported
+from short_runs import METHODS, SHORT, exported
 from shortcuts import losses
 
 from finetune_mile.checkpoints.loading import load_network

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from runs import METHODS, SHORT, exported
+from short_runs import METHODS, SHORT, exported
 from shortcuts import ROOT
 
 # Batch norm sees one process's part alone, and Adam divides by a gradient's own size: neither is wanted here.

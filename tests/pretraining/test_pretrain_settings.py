@@ -1,7 +1,7 @@
 """What is wrong is said at once, in words, before any work."""
 
 import pytest
-from runs import SHORT
+from short_runs import SHORT
 
 from finetune_mile.cli import main
 from finetune_mile.flags import read_flags

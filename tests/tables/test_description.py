@@ -99,6 +99,27 @@ def test_a_row_without_columns_serves_every_column_and_seed(tmp_path):
     assert f"--init {tmp_path}/pre/simclr/7/x.ckpt" in jobs[1].command()
 
 
+def test_a_place_that_nothing_fills_is_told(tmp_path):
+    tree = {**TINY, "quick": None, "blocks": [{"name": "x", "rows": {"a": {"settings": {"init": "{pre}/x"}}}}]}
+    with pytest.raises(Problem, match=r"x / a: init: \{pre\}/x names \{pre\}, which is not among the row's needs"):
+        make_jobs(Table.model_validate(tree), tmp_path, {})
+
+
+def test_a_row_of_another_verb_is_resolved_by_its_own_recipe(tmp_path):
+    def meaning(**settings):
+        rows = {"p": {"verb": "pretrain", "settings": {"recipe": "grids", "method": "byol", **settings}}}
+        tree = {**TINY, "quick": None, "blocks": [{"name": "x", "rows": rows}]}
+        return resolve_all(make_jobs(Table.model_validate(tree), tmp_path, {}))[0]
+
+    found = meaning()
+    assert found.tree["method"] == "byol"
+    assert "byol.momentum" in found.tree
+    assert not [key for key in found.tree if key.startswith("simclr.")], "blocks of other methods do not count"
+    assert meaning(steps=3).hash != found.hash
+    with pytest.raises(Problem, match="x / p: --set stepz: unknown key; did you mean steps"):
+        meaning(stepz=3)
+
+
 def test_a_need_without_the_seed_is_refused(tmp_path):
     tree = {**TINY, "seeds": [0, 1, 2], "quick": None}
     rows = {"a": {"seeds": [0, 1]}, "b": {"needs": {"t": "a"}}}
@@ -152,5 +173,6 @@ def test_the_hash_sees_what_changes_a_number_and_nothing_else(tmp_path):
 def test_settings_that_a_recipe_refuses_are_told_with_their_cell(tmp_path):
     with pytest.raises(Problem) as caught:
         resolve_all(make_jobs(Table.model_validate(TINY), tmp_path, {"optimizer.momentun": 1}))
-    assert "fine-tuning / sigmoid / 10 %: --set optimizer.momentun" in str(caught.value)
+    assert "fine-tuning / sigmoid / 10 % and 3 more: --set optimizer.momentun" in str(caught.value)
+    assert len(caught.value.sentences) == 1
     assert "did you mean momentum" in str(caught.value)
