@@ -23,6 +23,7 @@ from finetune_mile.plan import Plan
 from finetune_mile.problems import Problem
 from finetune_mile.runlog import RunFolder
 
+SHORT_IMITATION = 50  # steps; with `rho: auto`, shorter ones lost accuracy
 AGREE_EVERY = 8  # steps between two looks at whether another process was told to stop
 
 
@@ -221,6 +222,12 @@ class Watch:
             f"v {verdict.v:.2f} ± {verdict.v * verdict.v_error:.2f}, g {verdict.g:.2f} ± {verdict.g_error:.2f}, "
             f"{verdict.labels_found:.1f} labels found per image"
         )
+        steps = next(p.steps for p in self.plan.phases if p.name == "imitation" and p.generation == verdict.generation)
+        if verdict.open and steps < SHORT_IMITATION:
+            self.display.warn(
+                f"an imitation of {steps} steps is short for labels that were found, and may cost accuracy: "
+                "raise --steps, or make it one long imitation (docs/auto.md)"
+            )
         self._mark = time.monotonic()
 
     def _look_at_labels(self, phase: Phase) -> LabelReport | None:
