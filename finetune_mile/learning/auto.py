@@ -73,7 +73,7 @@ def lee_liu(logits: Tensor, labels: Tensor, prior: Tensor) -> tuple[float, float
 
     Returns:
         v, the largest value (1 = chance); its relative standard error; the found-rate, a mean over all that are within
-        that error of the largest; and the thresholds (C,) that it means.
+        that error of the largest; and the thresholds (C,) that it means. All zero where no given label is behind the top.
     """
     scores, top = logits.double(), logits.argmax(1)
     num_classes = scores.shape[1]
@@ -85,13 +85,13 @@ def lee_liu(logits: Tensor, labels: Tensor, prior: Tensor) -> tuple[float, float
     second = labels != top
     positives = int(second.sum())
     if positives == 0:
-        return 0.0, math.inf, 0.0, torch.full((num_classes,), torch.inf, dtype=torch.float64)
+        return 0.0, 0.0, 0.0, torch.full((num_classes,), torch.inf, dtype=torch.float64)
     given = labels[second]
     recall = (cuts[:, given] < scores[second].gather(1, given.unsqueeze(1)).T).double().mean(1)
     value = recall.square() / found
     best = int(value.argmax())
     v, hit = float(value[best]), float(recall[best])
-    error = 2 * math.sqrt((1 - hit) / (hit * positives)) if hit > 0 else math.inf
+    error = 2 * math.sqrt((1 - hit) / (hit * positives)) if hit > 0 else 0.0
     rate = float(FOUND_RATES[value >= v * (1 - error)].mean())
     nearest = (rate * num_classes * prior.double() / prior.sum()).clamp(0.005, 0.98)
     thresholds = [_upper_quantiles(column, nearest[c : c + 1]) for c, column in enumerate(columns)]
