@@ -73,7 +73,7 @@ def lee_liu(logits: Tensor, labels: Tensor, prior: Tensor) -> tuple[float, float
 
     Returns:
         v, the largest value (1 = chance); its relative standard error; the found-rate, a mean over all that are within
-        that error of the largest; and the thresholds (C,) that it means. All zero where no given label is behind the top.
+        that error of the largest; and the thresholds (C,) that it means. v is 0 where the top is always given.
     """
     scores, top = logits.double(), logits.argmax(1)
     num_classes = scores.shape[1]
