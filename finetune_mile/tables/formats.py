@@ -111,7 +111,10 @@ def html(ledger: Ledger, plot: bytes | None) -> str:
     )  # fmt: skip
 
 
-MARKS = {"met": "good", "higher": "good", "NOT met": "bad", "lower": "bad", "within noise": "even", "not run": "none"}
+MARKS = {
+    "met": "good", "higher": "good", "NOT met": "bad", "lower": "bad", "within noise": "even", "not run": "none",
+    "seeds missing": "none",
+}  # fmt: skip
 STYLES = {"good": "green", "bad": "red", "even": "", "none": "dim"}
 
 
