@@ -176,7 +176,7 @@ Kind = Literal["row", "column", "measure"]
 def find_table(name: str) -> Path:
     """A description by path, or by its name below recipes/tables/."""
     folder = shipped("recipes") / "tables"
-    for path in (folder / f"{name}.yaml", folder / name, Path(name)):
+    for path in (Path(name), folder / name, folder / f"{name}.yaml"):
         if path.is_file():
             return path
     names = sorted(p.stem for p in folder.glob("*.yaml"))
