@@ -18,6 +18,7 @@ from typing import Any
 from finetune_mile.problems import Problem
 
 KEPT_CHECKPOINTS = 2
+LOCK_SECONDS = 10.0  # loader processes outlive a kill by some seconds
 
 
 @contextlib.contextmanager
@@ -61,7 +62,7 @@ def alone(folder: Path) -> Iterator[None]:
     lock = FileLock(folder / ".lock")
     try:
         with contextlib.suppress(NotImplementedError):  # a file system without locks
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=LOCK_SECONDS)
     except Timeout as error:
         raise Problem(f"{folder}: another process is at work on this run; wait for it, or stop it first") from error
     try:

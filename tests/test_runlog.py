@@ -2,11 +2,13 @@
 
 import pytest
 
+from finetune_mile import runlog
 from finetune_mile.problems import Problem
 from finetune_mile.runlog import RunFolder, alone
 
 
-def test_a_run_folder_has_one_writer_at_a_time(tmp_path):
+def test_a_run_folder_has_one_writer_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(runlog, "LOCK_SECONDS", 0.0)
     folder = RunFolder.create(tmp_path / "run", "a: 1", overwrite=False)
     folder.update(status="running")
     with alone(folder.path):
