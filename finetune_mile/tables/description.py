@@ -263,11 +263,25 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
     for bar in block.bars:
         if bar.column not in block.shown_columns:
             wrong.append(f"bars: {_missing('column', bar.column, block.shown_columns)}")
+        else:
+            wrong += [f"bars: row {r} has no column {bar.column!r}" for r in _rows_without(table, block, bar)]
         if bar.measure not in block.measures:
             wrong.append(f"bars: {_missing('measure', bar.measure, block.measures)}")
     if block.heatmap is not None and block.heatmap.measure not in block.measures:
         wrong.append(f"heatmap: {_missing('measure', block.heatmap.measure, block.measures)}")
     return wrong
+
+
+def _rows_without(table: Table, block: Block, bar: Bar) -> list[str]:
+    """Rows of a bar that its column does not have; another block's only column stands for any."""
+    found = []
+    for reference in bar.rows or (bar.row or "",):
+        place = table.find(reference, block)
+        columns = [bar.column] if place is None else place[0].shown_columns_of(place[1])
+        elsewhere = place is not None and place[0].name != block.name
+        if columns and bar.column not in columns and not (elsewhere and len(columns) == 1):
+            found.append(reference)
+    return found
 
 
 def _missing(kind: Kind, name: str, names: Any) -> str:

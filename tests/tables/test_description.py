@@ -46,6 +46,15 @@ def test_unknown_keys_and_empty_bars_are_refused(tmp_path):
     assert "a bar needs at_least:, at_most: or between:" in str(caught.value)
 
 
+def test_a_bar_in_a_column_that_its_row_does_not_have_is_refused(tmp_path):
+    def spoil(tree):
+        bar = {"row": "sigmoid", "column": "100 %", "measure": "top-1", "at_least": 1}  # it has "10 %" alone
+        tree["blocks"][0]["bars"].append(bar)
+
+    with pytest.raises(Problem, match="bars: row sigmoid has no column '100 %'"):
+        read_table(write_tiny(tmp_path, spoil))
+
+
 def test_a_circle_of_needs_is_told(tmp_path):
     def spoil(tree):
         tree["blocks"][0]["rows"]["sigmoid"]["needs"] = {"x": "student"}
