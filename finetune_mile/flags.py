@@ -57,7 +57,7 @@ def build_parser() -> Parser:
     how = parser.add_argument_group("how")
     how.add_argument("--k-t", metavar="AMOUNT", help="interaction: 200 (steps), '2 epochs', '5 %%' of the budget")
     how.add_argument("--k-s", metavar="AMOUNT", help="imitation, in the same units")
-    how.add_argument("--rho", help="pseudo-label threshold on the teacher's sigmoids")
+    how.add_argument("--rho", help="pseudo-label threshold on the teacher's sigmoids, or auto")
     how.add_argument("--steps", help="optimiser steps, teacher's and student's together, over all processes")
     how.add_argument("--epochs", help="the same in epochs of the labelled images")
     how.add_argument("--batch-size", help="global batch, over all processes")

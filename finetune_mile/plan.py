@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from finetune_mile.learning.phases import (
     SCHEDULES,
     Argmax,
+    Auto,
     Phase,
     Pool,
     Soften,
@@ -95,19 +96,25 @@ def make_plan(recipe: Recipe, *, labelled: int, pool_sizes: dict[Pool, int]) -> 
 def _mile_knobs(recipe: Recipe, bare: Plan, pool: Pool) -> dict[str, object]:
     mile = recipe.mile
     assert mile is not None
-    rules: dict[str, Targets] = {
-        "threshold": Threshold(rho=mile.rho, union=mile.union, empty=mile.empty),
-        "argmax": Argmax(union=mile.union),
-        "soft": Soften(temperature=1.0, union=mile.union),
-    }
+    targets: Targets
+    if isinstance(mile.rho, str):
+        assert recipe.auto is not None
+        how = recipe.auto
+        targets = Auto(**how.model_dump(include={"beta", "ce", "teacher", "gate", "v_min", "g_min"}))
+    elif mile.targets == "threshold":
+        targets = Threshold(rho=mile.rho, union=mile.union, empty=mile.empty)
+    else:
+        soft = mile.targets == "soft"
+        targets = Soften(temperature=1.0, union=mile.union) if soft else Argmax(union=mile.union)
     return {
         "k_t": bare.steps(mile.k_t),
         "k_s": bare.steps(mile.k_s),
         "warmup": bare.steps(mile.warmup),
         "minus_one": mile.phase_steps == "minus_one",
         "imitate_from": mile.imitate_from,
-        "targets": rules[mile.targets],
+        "targets": targets,
         "pool": pool,
+        "last": None if mile.last is None else bare.steps(mile.last),
     }
 
 

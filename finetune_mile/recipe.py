@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from finetune_mile.learning.phases import check_amount
 
@@ -19,6 +19,15 @@ Variant = Literal["paper", "published"]
 Amount = Annotated[int | str, AfterValidator(check_amount)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Rho = Annotated[float, Field(gt=0, lt=1)]
+
+
+def _rho_or_auto(value: float | str) -> float | str:
+    if value != "auto" and not (isinstance(value, float) and 0 < value < 1):
+        raise ValueError("must be a number between 0 and 1, or auto")
+    return value
+
+
+RhoOrAuto = Annotated[float | str, AfterValidator(_rho_or_auto)]
 
 # Where the paper and its published code disagree; a recipe field that is set wins over its column.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -57,7 +66,8 @@ class Mile(Section):
     k_t: Amount = Field(description="interaction: 200 (steps), '2 epochs' or '5 %' of the budget")
     k_s: Amount = Field(description="imitation, in the same units")
     warmup: Amount | Literal[0] = Field(description="interaction before the first generation; 0: none")
-    rho: Rho = Field(description="threshold on the teacher's sigmoids")
+    last: Amount | None = Field(default=None, description="the last imitation, where it differs from k_s")
+    rho: RhoOrAuto = Field(description="threshold on the teacher's sigmoids; auto: see the block auto:")
     imitate_from: Literal["student", "teacher"] = Field(description="weights an imitation starts from")
     phase_steps: Literal["exact", "minus_one"] = Field(description="k steps a phase, or k - 1")
     pseudo_labels: Literal["batch", "cycle"] = Field(
@@ -69,6 +79,29 @@ class Mile(Section):
     union: bool = Field(description="OR the given label into the teacher's")
     empty: Literal["negative", "argmax"] = Field(description="what an empty label set trains towards")
     optimizer_state: Literal["keep", "reset"] = Field(description="momentum when weights are swapped")
+
+
+def _off(word: object) -> object:
+    return "off" if word is False else word  # YAML reads a bare `off` as false
+
+
+class Auto(Section):
+    """`mile.rho: auto`: thresholds and a gate from held-out images with given labels (docs/auto.md)."""
+
+    calibration: Annotated[float, Field(gt=0, le=0.5)] = Field(
+        description="share of the labelled images that is held out; at least 500 where that is a fifth of them or less"
+    )
+    held_out: Literal["auto", "always"] = Field(
+        description="always: also in runs that do not look at them, so that methods train on the same images"
+    )
+    gate: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(
+        description="off: labels are added whatever the held-out images say"
+    )
+    v_min: float = Field(ge=0, description="the gate needs v (hits of given labels, 1 = chance) two errors above this")
+    g_min: float = Field(ge=0, description="and g (misses where the teacher is surest against all) one above this")
+    beta: float = Field(ge=0, le=1, description="the least target of a label that was found")
+    ce: float = Field(ge=0, description="weight of the softmax term, which keeps the order of the labels")
+    teacher: float = Field(ge=0, le=1, description="the teacher's share in that term; the rest is the given label")
 
 
 class Imitation(Section):
@@ -182,6 +215,7 @@ class Recipe(Section):
     head_from: Literal[0, 1] = Field(default=0, description="1: keep SimCLR-v2's first projection layer")
     class_weights: Literal["none", "balanced"]
     mile: Mile | None = None
+    auto: Auto | None = None
     noisy_student: NoisyStudent | None = None
     self_distill: SelfDistill | None = None
     distill: Imitation | None = None
@@ -208,6 +242,8 @@ class Recipe(Section):
             raise ValueError(f"--teacher is for --method distill, and the method is {self.method}")
         if self.semi != "none" and self.method in LABELS_ALONE:
             raise ValueError(f"--semi needs a method that imitates; {self.method} learns from labels alone")
+        if self.is_auto:
+            _check_auto(self)
         if self.accumulate > 1 and self.method in OVER_ENVIRONMENTS:
             raise ValueError(f"method {self.method} penalises the whole batch at once: set accumulate to 1")
         if self.labelled_share is not None and self.semi == "none":
@@ -215,6 +251,16 @@ class Recipe(Section):
         if self.optimizer.name == "lars" and self.optimizer.nesterov:
             raise ValueError("optimizer.nesterov: true does not go with lars")
         return self
+
+    @property
+    def is_auto(self) -> bool:
+        """Do held-out images decide the pseudo-labels?"""
+        return self.method == "mile" and self.mile is not None and self.mile.rho == "auto"
+
+    @property
+    def calibration(self) -> float:
+        """The share of the labelled images that no phase trains on."""
+        return self.auto.calibration if self.auto and (self.is_auto or self.auto.held_out == "always") else 0.0
 
     @property
     def activation(self) -> Literal["softmax", "sigmoid"]:
@@ -243,5 +289,13 @@ class Recipe(Section):
         """The pseudo-label threshold that f1@rho is read at; None where the method has none."""
         if self.method == "mile":
             assert self.mile is not None
-            return self.mile.rho
+            return self.mile.rho if isinstance(self.mile.rho, float) else None
         return None if self.method in LABELS_ALONE else self.imitation.rho
+
+
+def _check_auto(recipe: Recipe) -> None:
+    assert recipe.mile is not None
+    if recipe.auto is None:
+        raise ValueError("--rho auto needs a block auto: in the recipe (recipes/multi-mnist/auto.yaml has one)")
+    if recipe.mile.targets != "threshold" or recipe.mile.pseudo_labels != "batch":
+        raise ValueError("--rho auto needs mile.targets: threshold and mile.pseudo_labels: batch")

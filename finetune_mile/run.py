@@ -63,7 +63,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     from finetune_mile.checkpoints.teachers import load_teacher
     from finetune_mile.explain import explain
     from finetune_mile.images.bad_images import BadImages
-    from finetune_mile.images.pools import make_pools
+    from finetune_mile.images.pools import hold_out, make_pools
     from finetune_mile.images.splits import choose
     from finetune_mile.images.truth import with_truth
     from finetune_mile.session import Session
@@ -83,7 +83,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         raise Problem(f"--method {recipe.method} needs images from several environments, such as colored-mnist:DIR; "
                       f"--data {recipe.data} has none")  # fmt: skip
     chosen = choose(data.train.ids, len(data.classes), recipe.fraction, recipe.split)
-    pools = make_pools(data.train, recipe.fraction, recipe.seed, chosen)
+    pools = hold_out(make_pools(data.train, recipe.fraction, recipe.seed, chosen), recipe.calibration, recipe.seed)
     plan = make_plan(
         recipe, labelled=len(pools.indices["labelled"]),
         pool_sizes={name: len(members) for name, members in pools.indices.items()},

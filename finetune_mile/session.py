@@ -25,8 +25,11 @@ from finetune_mile.images.pipeline import (
 )
 from finetune_mile.images.pools import Pools, balanced_weights
 from finetune_mile.images.subsets import Indices
+from finetune_mile.learning.auto import Verdict
+from finetune_mile.learning.gate import Gate
 from finetune_mile.learning.loop import Loop
 from finetune_mile.learning.phases import Phase, Pool
+from finetune_mile.learning.roles import Roles
 from finetune_mile.learning.stores import LabelStore
 from finetune_mile.measures.evaluation import predict
 from finetune_mile.measures.generations import pick_probe
@@ -142,6 +145,20 @@ class Session:
         logits = self.logits(network, self.pools.images, picked)
         good = ~logits.isnan().all(1)
         return logits[good], self.pools.images.given[torch.from_numpy(picked)][good]
+
+    def calibrate(self, network: nn.Module) -> tuple[Tensor, Tensor]:
+        """Logits and given labels of the held-out images that `rho: auto` decides on."""
+        picked = self.pools.calibration
+        logits = self.logits(network, self.pools.images, picked)
+        good = ~logits.isnan().all(1)
+        return logits[good], self.pools.images.given[torch.from_numpy(picked)][good]
+
+    def gate(self, roles: Roles, tell: Callable[[int, Verdict], None]) -> Gate | None:
+        """What decides how the imitations of `rho: auto` are played."""
+        if not self.recipe.is_auto:
+            return None
+        given = self.pools.images.given
+        return Gate(roles, self.calibrate, torch.bincount(given[given >= 0], minlength=self.num_classes), tell)
 
     def loop(self, label_pool: Callable[[Phase], LabelStore] | None) -> Loop:
         """Everything that the loop is told once.

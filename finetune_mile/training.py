@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,10 @@ def _train(
     if content is None:
         torch.manual_seed(recipe.seed + accelerator.process_index)  # dropout differs between processes
 
+    gate = session.gate(roles, lambda at, verdict: watch.on_verdict(at, verdict))
+    if gate is not None and content is not None:
+        gate.load_state_dict(content["extra"]["gate"])
+
     def save(at: int, extra: dict[str, Any]) -> None:
         saving.save(
             folder,
@@ -89,7 +94,7 @@ def _train(
             roles=roles,
             optimizer=optimizer,
             average=average,
-            extra=extra,
+            extra=extra if gate is None else extra | {"gate": gate.state_dict()},
         )
 
     with Display(plan.total_steps, step, visible=accelerator.is_main_process) as display:
@@ -105,8 +110,9 @@ def _train(
         label_pool = None
         if labels_once_per_cycle(recipe):
             label_pool = pool_labeller(session, roles, folder.path, display.labels)
+        loop = dataclasses.replace(session.loop(label_pool), gate=gate)
         train(
-            accelerator, wrapped, roles, plan.phases, optimizer, rate_of(session, plan), session.loop(label_pool),
+            accelerator, wrapped, roles, plan.phases, optimizer, rate_of(session, plan), loop,
             average=average, first_step=step, on_step=watch,
         )  # fmt: skip
     if not same_on_every_process(network, accelerator.gather):

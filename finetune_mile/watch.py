@@ -16,13 +16,15 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from finetune_mile.display import Display
+from finetune_mile.learning.auto import Verdict
 from finetune_mile.learning.loop import StepRecord
-from finetune_mile.learning.phases import Given, Phase
+from finetune_mile.learning.phases import Auto, Given, Phase
 from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
 from finetune_mile.plan import Plan
 from finetune_mile.problems import Problem
 from finetune_mile.runlog import RunFolder, alone
 
+SHORT_IMITATION = 50  # steps; with `rho: auto`, shorter ones lost accuracy
 AGREE_EVERY = 8  # steps between two looks at whether another process was told to stop
 
 
@@ -212,10 +214,29 @@ class Watch:
         self.accelerator.log({f"{role}/{k}": v for k, v in scores.items()}, step=step)
         self._mark = time.monotonic()
 
+    def on_verdict(self, step: int, verdict: Verdict) -> None:
+        """Record and say what `rho: auto` decided for the next imitation."""
+        seen = {key: value for key, value in asdict(verdict).items() if key != "thresholds"}
+        if self.accelerator.is_main_process:
+            self.folder.append({"step": step, "kind": "gate", **seen})
+        self.accelerator.log({f"gate/{k}": float(v) for k, v in seen.items() if k != "generation"}, step=step)
+        self.display.say(
+            f"generation {verdict.generation}: gate {'open' if verdict.open else 'closed'}, "
+            f"v {verdict.v:.2f} ± {verdict.v * verdict.v_error:.2f}, g {verdict.g:.2f} ± {verdict.g_error:.2f}, "
+            f"{verdict.labels_found:.1f} labels found per image"
+        )
+        steps = next(p.steps for p in self.plan.phases if p.name == "imitation" and p.generation == verdict.generation)
+        if verdict.open and steps < SHORT_IMITATION:
+            self.display.warn(
+                f"an imitation of {steps} steps is short for labels that were found, and may cost accuracy: "
+                "raise --steps, or make it one long imitation (docs/auto.md)"
+            )
+        self._mark = time.monotonic()
+
     def _look_at_labels(self, phase: Phase) -> LabelReport | None:
         """Describe the labels that the learner, as the next teacher, will give."""
         following = [p for p in self.plan.phases if p.name == "imitation"]
-        if "teacher" not in phase.becomes or not following or isinstance(following[0].targets, Given):
+        if "teacher" not in phase.becomes or not following or isinstance(following[0].targets, Given | Auto):
             return None
         logits, given = self.probe()
         report, labels = inspect_labels(following[0].targets, logits, given, self.probe_labels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from finetune_mile.images.subsets import Indices, fingerprint, stratified
 from finetune_mile.learning.phases import Pool
 from finetune_mile.problems import Problem
 
+LEAST_CALIBRATION, MOST_CALIBRATION = 500, 0.2  # images, unless that is more than this share of them
+CALIBRATION_SEED = 7919
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pools:
@@ -23,6 +26,7 @@ class Pools:
     images: ImageSet
     indices: dict[Pool, Indices]
     source: str = "stratified"  # or the list that names the labelled images
+    calibration: Indices = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # labelled, and in no pool
 
     def to_json(self, fraction: float, seed: int) -> dict[str, object]:
         """The contents of split.json: enough to check a split, and to give it back."""
@@ -35,6 +39,7 @@ class Pools:
             "unlabelled": len(self.indices["unlabelled"]),
             "sha256": fingerprint(ids),
             "ids": ids,
+            **({"calibration": [self.images.ids[i] for i in self.calibration]} if len(self.calibration) else {}),
         }
 
 
@@ -65,6 +70,30 @@ def make_pools(images: ImageSet, fraction: float, seed: int, chosen: Chosen | No
         },
         source="stratified" if chosen is None else chosen.source,
     )
+
+
+def hold_out(pools: Pools, share: float, seed: int) -> Pools:
+    """Take a share of the labelled images, of each class, out of every pool: the calibration images of `rho: auto`.
+
+    At least 500 are taken where that is no more than a fifth; a class of one image keeps it.
+
+    Args:
+        pools: over all images.
+        share: in [0, 0.5]; 0 takes none.
+        seed: of the draw, which is another one than that of the fraction.
+    """
+    if share == 0:
+        return pools
+    labelled, given = pools.indices["labelled"], pools.images.given
+    if given.ndim == 2:
+        raise Problem("--rho auto needs data with one given label per image; these have sets of labels")
+    share = max(share, min(LEAST_CALIBRATION / len(labelled), MOST_CALIBRATION))
+    labels = given[torch.from_numpy(labelled)].numpy()
+    spare = np.flatnonzero(np.bincount(labels)[labels] > 1)
+    ids = [pools.images.ids[i] for i in labelled[spare]]
+    taken = labelled[spare[stratified(labels[spare], ids, share, seed + CALIBRATION_SEED)]]
+    rest = {name: np.setdiff1d(members, taken, assume_unique=True) for name, members in pools.indices.items()}
+    return dataclasses.replace(pools, indices=rest, calibration=taken)
 
 
 def _check_list(labels: Indices, chosen: Chosen) -> None:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from finetune_mile.images.pipeline import Batch
 from finetune_mile.learning.environments import environment_sums, over_processes, penalised
-from finetune_mile.learning.losses import LOSSES
+from finetune_mile.learning.gate import Gate, as_played
+from finetune_mile.learning.losses import phase_loss
 from finetune_mile.learning.optim import set_rate
 from finetune_mile.learning.phases import Given, Penalty, Phase, Pool, after, drawn
 from finetune_mile.learning.roles import Roles, State, copy_into, snapshot
 from finetune_mile.learning.stores import LabelStore
-from finetune_mile.learning.targets import given_matrix, make_targets
+from finetune_mile.learning.targets import given_matrix, make_targets, rank_targets
 from finetune_mile.problems import Problem
 
 
@@ -35,6 +36,7 @@ class Loop:
     feed: Callable[[Pool, int], Iterator[Batch]]  # this process's parts from a step of a pool on
     label_pool: Callable[[Phase], LabelStore] | None  # labels once per cycle, instead of per batch
     environment: Tensor | None = None  # (N,) of each training image, for phases with a penalty
+    gate: Gate | None = None  # `rho: auto`
 
 
 @dataclass(slots=True)
@@ -105,18 +107,25 @@ def train(
     feeds: dict[Pool, Iterator[Batch]] = {}
     network.train()
     for phase, done in after(step, phases):
+        goes_on = False
+        if loop.gate is not None:
+            if done == 0:
+                loop.gate.decide(phase, step)
+            phase, goes_on = loop.gate.played(phase), loop.gate.goes_on(phase)
         if done == 0:
             roles.enter(phase)
-            if loop.reset_optimizer:
+            if loop.gate is not None:
+                loop.gate.hop(phase)
+            if loop.reset_optimizer and not goes_on:
                 optimizer.state.clear()
-            if average is not None:
+            if average is not None and not goes_on:
                 average.restart()
         store = None
         if loop.label_pool is not None and phase.name == "imitation":
             store = loop.label_pool(phase)
             network.train()
         if phase.pool not in feeds:
-            feeds[phase.pool] = loop.feed(phase.pool, drawn(step, phases)[phase.pool])
+            feeds[phase.pool] = loop.feed(phase.pool, drawn(step, as_played(loop.gate, phases))[phase.pool])
         for done_now in range(done + 1, phase.steps + 1):
             share = rate(step)
             set_rate(optimizer, share)
@@ -150,12 +159,12 @@ def _step(
         batch = next(feed)
         images = loop.prepare(batch.images)
         given = batch.labels.to(accelerator.device, non_blocking=True)
-        targets = _targets(roles, phase, images, given, batch, loop, store, accelerator)
+        targets, ranks = _targets(roles, phase, images, given, batch, loop, store, accelerator)
         last = part == loop.accumulate - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(network):
             logits = network(images)
             if phase.penalty is None:
-                loss = LOSSES[phase.loss](logits, targets, loop.class_weights) / loop.accumulate
+                loss = phase_loss(phase, logits, targets, ranks, loop.class_weights) / loop.accumulate
             else:
                 loss = _penalised_loss(accelerator, phase.penalty, logits, targets, batch, loop)
             accelerator.backward(loss)
@@ -192,19 +201,21 @@ def _targets(
     loop: Loop,
     store: LabelStore | None,
     accelerator: Accelerator,
-) -> Tensor:
-    """The target matrix (B, C) of one part of a batch."""
+) -> tuple[Tensor, Tensor | None]:
+    """The target matrix (B, C) of one part of a batch, and with `rho: auto` that of its softmax term."""
     if isinstance(phase.targets, Given):
         if bool((batch.labels < 0).any()):  # on the CPU, where labels come from: no wait for the device
             raise Problem("an unlabelled image was drawn in an interaction; this is a bug in the pools")
-        return make_targets(phase.targets, given, None, loop.num_classes, phase.loss)
+        return make_targets(phase.targets, given, None, loop.num_classes, phase.loss), None
     if store is not None:
         found = store[batch.samples].to(given.device)
-        return torch.maximum(found, given_matrix(given, loop.num_classes)) if phase.targets.union else found
+        union = phase.targets.union
+        return torch.maximum(found, given_matrix(given, loop.num_classes)) if union else found, None
     assert roles.teacher is not None
     with torch.no_grad(), accelerator.autocast():
         teacher_logits = roles.teacher(images)
-    return make_targets(phase.targets, given, teacher_logits, loop.num_classes, phase.loss)
+    targets = make_targets(phase.targets, given, teacher_logits, loop.num_classes, phase.loss)
+    return targets, rank_targets(phase.targets, given, teacher_logits)
 
 
 def label_counts(targets: Tensor, given: Tensor) -> Tensor:

@@ -47,7 +47,21 @@ class Argmax:
     union: bool = False
 
 
-Targets = Given | Threshold | Soften | Argmax
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto:
+    """Labels above thresholds that held-out images decide, if there is anything to find (learning/auto.py)."""
+
+    beta: float  # the least target of a label that was found
+    ce: float  # weight of the softmax term that keeps the order of the labels
+    teacher: float  # the teacher's share in that term's target; the rest is the given label
+    gate: Literal["auto", "off"]
+    v_min: float
+    g_min: float
+    thresholds: tuple[float, ...] = ()  # (C,) on the teacher's logits; known when the imitation begins
+    union: bool = True
+
+
+Targets = Given | Threshold | Soften | Argmax | Auto
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +185,7 @@ def mile(
     imitate_from: Literal["student", "teacher"],
     targets: Targets,
     pool: Pool,
+    last: int | None = None,
 ) -> list[Phase]:
     """Algorithm 1: k_t steps on the given labels, k_s on the teacher's, until the budget is spent.
 
@@ -186,15 +201,17 @@ def mile(
             one network goes on).
         targets: how the teacher's outputs become labels.
         pool: the images that the student imitates on.
+        last: steps of the last imitation; None: k_s.
     """
     if minus_one:
         k_t, k_s = k_t - 1, k_s - 1
     if min(k_t, k_s) < 1:
         raise Problem("k_t and k_s must be at least 1 (2 in the published variant, which takes one step off each)")
-    generations, rest = divmod(total_steps - warmup, k_t + k_s)
+    last = last or k_s
+    generations, rest = divmod(total_steps - warmup - last + k_s, k_t + k_s)
     if generations < 1:
         raise Problem(
-            f"steps: {total_steps} do not hold one generation: warm-up {warmup} + k_t {k_t} + k_s {k_s}; "
+            f"steps: {total_steps} do not hold one generation: warm-up {warmup} + k_t {k_t} + k_s {last}; "
             "raise --steps or lower k_t and k_s"
         )
     lead = warmup + rest if warmup else 0
@@ -213,8 +230,9 @@ def mile(
             start="student", becomes=("teacher",), targets=Given(), loss="bce",
         )  # fmt: skip
         imitation = Phase(
-            name="imitation", generation=generation, steps=k_s, start=imitate_from,
-            becomes=("student",), targets=targets, loss="bce", pool=pool,
+            name="imitation", generation=generation, start=imitate_from,
+            steps=last if generation == generations - 1 else k_s, becomes=("student",),
+            targets=targets, loss="bce", pool=pool,
         )  # fmt: skip
         phases += [interaction, imitation]
     return phases

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune_mile.learning.phases import Argmax, Given, Loss, Soften, Targets, Threshold
+from finetune_mile.learning.auto import found_labels
+from finetune_mile.learning.phases import Argmax, Auto, Given, Loss, Soften, Targets, Threshold
 
 
 def given_matrix(labels: Tensor, num_classes: int) -> Tensor:
@@ -51,6 +52,8 @@ def make_targets(rule: Targets, labels: Tensor, teacher_logits: Tensor | None, n
             found = scaled.softmax(1) if loss == "cross_entropy" else scaled.sigmoid()
         case Argmax():
             found = F.one_hot(teacher_logits.argmax(1), num_classes).float()
+        case Auto():
+            found = found_labels(rule, teacher_logits)
         case _:
             assert_never(rule)
     return torch.maximum(found, given) if rule.union else found
@@ -63,3 +66,20 @@ def threshold(teacher_logits: Tensor, rule: Threshold) -> Tensor:
         best = F.one_hot(teacher_logits.argmax(1), teacher_logits.shape[1]).float()
         found = torch.where(found.any(1, keepdim=True), found, best)
     return found
+
+
+def rank_targets(rule: Targets, labels: Tensor, teacher_logits: Tensor) -> Tensor | None:
+    """Targets (B, C) of the softmax term of `rho: auto`, None for other rules.
+
+    The given label is one draw among the objects of an image; the teacher's softmax is what many draws would say, so a
+    part of it makes a short imitation less noisy. An image without a given label has the teacher's part alone.
+
+    Args:
+        rule: which labels are used.
+        labels: given labels, (B,) or (B, C); see `given_matrix`.
+        teacher_logits: (B, C).
+    """
+    if not isinstance(rule, Auto):
+        return None
+    given = given_matrix(labels, teacher_logits.shape[1])
+    return (1 - rule.teacher) * given + rule.teacher * teacher_logits.float().softmax(1)

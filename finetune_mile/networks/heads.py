@@ -10,8 +10,10 @@ from torch import nn
 
 from finetune_mile.networks.mlp import Mlp
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
+from finetune_mile.networks.small import SMALL, GridCell, GridCNN
 from finetune_mile.problems import Problem
 
+OURS = (ResNet, GridCNN, GridCell)
 HeadBias = Literal["zero", "prior"]
 HeadWeight = Literal["normal", "zero"]
 
@@ -23,10 +25,12 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
         return ResNet(shape, padding=padding)
     if arch == "mlp":
         return Mlp()
+    if arch in SMALL:
+        return SMALL[arch]()
     if not arch.startswith("timm:"):
         raise Problem(
             f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, "
-            "resnet18-cifar, resnet-demo, resnet-mini, mlp, "
+            "resnet18-cifar, resnet-demo, resnet-mini, mlp, grid-cnn, grid-cell, "
             "... or timm:NAME"
         )
     import timm
@@ -49,7 +53,7 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias, weight: HeadW
         half.
         weight: `normal` draws it with a standard deviation of 0.01; `zero` makes all logits equal.
     """
-    if isinstance(network, ResNet):
+    if isinstance(network, OURS):
         network.fc = nn.Linear(network.num_features, num_classes)
     else:
         network.reset_classifier(num_classes)  # type: ignore[operator]
@@ -63,7 +67,7 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias, weight: HeadW
 
 def get_head(network: nn.Module) -> nn.Linear:
     """The linear layer that makes the logits."""
-    head = network.fc if isinstance(network, ResNet) else network.get_classifier()  # type: ignore[operator]
+    head = network.fc if isinstance(network, OURS) else network.get_classifier()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):
         raise Problem(f"the classifier of {type(network).__name__} is a {type(head).__name__}, not a linear layer")
     return head

@@ -25,7 +25,7 @@ GALLERY = 18
 def write_report(session: Session, shown: Tensor, folder: RunFolder, results: dict[str, float]) -> None:
     """Write report.html into the run folder; `shown` are the learner's logits on the `gallery_images`."""
     records = folder.metrics()
-    plots = {"loss": loss_plot(records), "generations": generation_plot(records)}
+    plots = {"loss": loss_plot(records), "generations": generation_plot(records), "gate": gate_plot(records)}
     pages = Environment(loader=PackageLoader("finetune_mile.pages"), autoescape=select_autoescape())
     html = pages.get_template("report.html").render(
         title=folder.path.name,
@@ -33,6 +33,7 @@ def write_report(session: Session, shown: Tensor, folder: RunFolder, results: di
         data=session.data.name,
         rows=[(key, f"{results[key]:.2f}", unit, meaning) for key, meaning, unit in CLOSING if key in results],
         plots={name: embed(figure) for name, figure in plots.items() if figure is not None},
+        verdicts=[r for r in records if r["kind"] == "gate"],
         gallery=gallery(session, shown),
         settings=to_yaml(session.recipe),
         info=folder.info,
@@ -116,6 +117,22 @@ def generation_plot(records: list[dict[str, Any]]) -> Figure | None:
                           ("empty_share", "empty sets")):  # fmt: skip
             axes[-1].plot(steps, [r["labels"][key] for r in labels], "o-", ms=3, label=name)
         axes[-1].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def gate_plot(records: list[dict[str, Any]]) -> Figure | None:
+    """What `rho: auto` saw before each imitation; a hollow mark is a closed gate."""
+    verdicts = [r for r in records if r["kind"] == "gate"]
+    if not verdicts:
+        return None
+    figure, axes = plot_figure(2, "v and g on the held-out images")
+    axes[1].set_title("labels found per image", loc="left", fontsize=10)
+    steps = [r["step"] for r in verdicts]
+    for axis, key, colour in ((axes[0], "v", TEACHER), (axes[0], "g", STUDENT), (axes[1], "labels_found", INK)):
+        axis.plot(steps, [r[key] for r in verdicts], "-", lw=1, color=colour)
+        for r in verdicts:
+            axis.plot(r["step"], r[key], "o", ms=5, color=colour, mfc=colour if r["open"] else "white")
+        axis.annotate(key.replace("_", " "), (steps[-1], verdicts[-1][key]), (6, 4), textcoords="offset points")
     return figure
 
 

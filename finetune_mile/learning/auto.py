@@ -1,0 +1,136 @@
+"""`rho: auto`: which labels a teacher may add, decided on held-out images with their given labels. Pure functions.
+
+N held-out images, C classes, top = the class that the teacher ranks first. docs/auto.md says why each part is there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from finetune_mile.learning.phases import Auto
+
+FOUND_RATES = torch.linspace(0.02, 0.98, 97, dtype=torch.float64)
+CLEAR_SHARE, CLEAR_LEAST = 0.05, 50  # the images that the teacher is surest of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a teacher's outputs on the held-out images say, and what follows."""
+
+    generation: int
+    open: bool  # labels are added in this generation; closed: it trains on the given labels
+    v: float  # how much better than chance the added labels hit given labels; 1 = chance
+    v_error: float  # standard error of v, relative
+    g: float  # misses among the surest images against misses among all
+    g_error: float
+    found_rate: float  # share of the slots behind the top class that is found, kappa
+    labels_found: float  # per image, the top class included
+    images: int
+    thresholds: tuple[float, ...]  # (C,) on the logits
+
+
+def judge(
+    rule: Auto, generation: int, logits: Tensor, labels: Tensor, prior: Tensor, *, was_open: bool = False
+) -> Verdict:
+    """Thresholds for the next imitation, and whether there is anything to find.
+
+    To open the gate, v must be above chance by two standard errors and g above its bar by one. Once open, g may lie one
+    below: closing throws away what the student learned, so it takes evidence too.
+
+    Args:
+        rule: the settings.
+        generation: goes into the verdict.
+        logits: (N, C) of the teacher, in eval mode on the plain view.
+        labels: (N,) given.
+        prior: (C,) how often each class is given.
+        was_open: the verdict of the generation before.
+    """
+    v, v_error, found_rate, thresholds = lee_liu(logits, labels, prior)
+    g, g_error = clear_misses(logits, labels)
+    above_chance = v * (1 - 2 * v_error) >= rule.v_min
+    something = above_chance and g + (g_error if was_open else -g_error) >= rule.g_min
+    return Verdict(
+        generation=generation, open=rule.gate == "off" or something, v=v, v_error=v_error, g=g, g_error=g_error,
+        found_rate=found_rate, labels_found=float((logits.double() > thresholds).sum(1).double().mean()),
+        images=len(labels), thresholds=tuple(thresholds.tolist()),
+    )  # fmt: skip
+
+
+def lee_liu(logits: Tensor, labels: Tensor, prior: Tensor) -> tuple[float, float, float, Tensor]:
+    """The pooled criterion of Lee and Liu (2003): recall squared over the share that is found.
+
+    It is proportional to precision x recall and needs positives and unlabelled examples only. The slots are (image,
+    class) pairs whose class is not the image's top; the positives are the given labels among them.
+
+    Args:
+        logits: (N, C).
+        labels: (N,).
+        prior: (C,), any scale.
+
+    Returns:
+        v, the largest value (1 = chance); its relative standard error; the found-rate, a mean over all that are within
+        that error of the largest; and the thresholds (C,) that it means. v is 0 where the top is always given.
+    """
+    scores, top = logits.double(), logits.argmax(1)
+    num_classes = scores.shape[1]
+    shares = (FOUND_RATES.unsqueeze(1) * num_classes * prior.double() / prior.sum()).clamp(0.005, 0.98)  # (K, C)
+    columns = [scores[top != c, c] for c in range(num_classes)]
+    cuts = torch.stack([_upper_quantiles(column, shares[:, c]) for c, column in enumerate(columns)], 1)  # (K, C)
+    slots = torch.tensor([float(len(column)) for column in columns], dtype=torch.float64)
+    found = (shares * slots).sum(1) / slots.sum()
+    second = labels != top
+    positives = int(second.sum())
+    if positives == 0:
+        return 0.0, 0.0, 0.0, torch.full((num_classes,), torch.inf, dtype=torch.float64)
+    given = labels[second]
+    recall = (cuts[:, given] < scores[second].gather(1, given.unsqueeze(1)).T).double().mean(1)
+    value = recall.square() / found
+    best = int(value.argmax())
+    v, hit = float(value[best]), float(recall[best])
+    error = 2 * math.sqrt((1 - hit) / (hit * positives)) if hit > 0 else 0.0
+    rate = float(FOUND_RATES[value >= v * (1 - error)].mean())
+    nearest = (rate * num_classes * prior.double() / prior.sum()).clamp(0.005, 0.98)
+    thresholds = [_upper_quantiles(column, nearest[c : c + 1]) for c, column in enumerate(columns)]
+    return v, error, rate, torch.cat(thresholds)
+
+
+def _upper_quantiles(column: Tensor, shares: Tensor) -> Tensor:
+    """Values (K,) that the shares (K,) of a column (n,) lie above; infinite where the column is empty."""
+    if len(column) == 0:
+        return torch.full_like(shares, torch.inf)
+    ordered = column.sort().values
+    place = (1 - shares) * (len(column) - 1)
+    low = place.floor().long()
+    high = (low + 1).clamp(max=len(column) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def clear_misses(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Misses of the given label among the surest images, relative to those among all: g, and its standard error.
+
+    A weak classifier misses rarely where it is sure (g near 0); with several objects in an image it misses there as
+    often as anywhere (g near 1), because which of them is given is chance.
+    """
+    missed = (logits.argmax(1) != labels).double()
+    overall = float(missed.mean())
+    if overall == 0:
+        return 0.0, 0.0
+    count = min(max(CLEAR_LEAST, round(CLEAR_SHARE * len(labels))), len(labels))
+    clear = float(missed[logits.amax(1).topk(count).indices].mean())
+    return clear / overall, math.sqrt(clear * (1 - clear) / count) / overall
+
+
+def found_labels(rule: Auto, teacher_logits: Tensor) -> Tensor:
+    """Targets (B, C) of the found labels: between beta and 1, in the order of the teacher's outputs; 0 elsewhere.
+
+    Args:
+        rule: with its thresholds.
+        teacher_logits: (B, C).
+    """
+    logits = teacher_logits.float()
+    found = logits > torch.tensor(rule.thresholds, device=logits.device)
+    return found * (rule.beta + (1 - rule.beta) * logits.sigmoid())
