@@ -43,7 +43,8 @@ def build_parser() -> Parser:
     what.add_argument("--recipe", metavar="FILE", help="a recipe file, or its name below recipes/")
     what.add_argument("--init", help="card name, file, directory, timm:NAME, or none (from scratch)")
     what.add_argument("--data", help="demo, folder:DIR, imagenet:DIR, hf:NAME_OR_DIR, csv:FILE, wds:DIR, "
-                      "webvision:DIR, celeba:DIR, colored-mnist:DIR; a bare directory is folder:")  # fmt: skip
+                      "webvision:DIR, celeba:DIR, multi-mnist:DIR, mosaic:DIR, colored-mnist:DIR, colored-mnist+:DIR; "
+                      "a bare directory is folder:")  # fmt: skip
     what.add_argument("--fraction", help="share of the labels to use, such as 0.01")
     what.add_argument("--split", metavar="FILE", help="a list of the labelled images, or the split.json of a run")
     what.add_argument("--truth", help="true label sets for evaluation: real, csv:FILE, counts:FILE.npy,INDEX.csv,0.1")

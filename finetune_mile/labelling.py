@@ -71,8 +71,8 @@ def _label_block(session: Session, roles: Roles, phase: Phase, part: Indices, ti
     logits = session.logits(roles.teacher, session.pools.images, part, tick)
     for some in logits.split(ROWS):  # in place, for the memory
         none = torch.full((len(some),), -1)  # the union with given labels is made per batch
-        some.copy_(make_targets(phase.targets, none, some, session.num_classes, phase.loss))
-    logits.nan_to_num_(0.0)  # images that cannot be read: no labels
+        unread = some.isnan().all(1, keepdim=True)  # they have no labels, also where the rule would take the best one
+        some.copy_(make_targets(phase.targets, none, some, session.num_classes, phase.loss).masked_fill(unread, 0.0))
     return encode(logits, soft=isinstance(phase.targets, Soften))
 
 

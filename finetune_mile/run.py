@@ -73,6 +73,9 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     recipe = resolved.recipe
     precision = devices.wanted_precision(recipe.precision)
     accelerator = devices.start(precision=precision, seed=recipe.seed, track=recipe.track, project=str(path))
+    parts = accelerator.num_processes * recipe.accumulate
+    if recipe.batch_size % parts:
+        raise Problem(f"--batch-size {recipe.batch_size} must be a multiple of processes x accumulate = {parts}")
     data = load_data(recipe.data)
     if recipe.truth is not None:
         data = with_truth(data, recipe.truth)

@@ -11,12 +11,14 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from finetune_mile.problems import Problem
 
 KEPT_CHECKPOINTS = 2
+LOCK_SECONDS = 10.0  # loader processes outlive a kill by some seconds
 
 
 @contextlib.contextmanager
@@ -52,6 +54,23 @@ def check_free(folder: Path, overwrite: bool) -> None:
         raise Problem(f"--out {folder}: holds a run; go on with --resume {folder}, or say --overwrite")
 
 
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold a run folder: two processes that write into it would spoil it. A process that died holds nothing."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / ".lock")
+    try:
+        with contextlib.suppress(NotImplementedError):  # a file system without locks
+            lock.acquire(timeout=LOCK_SECONDS)
+    except Timeout as error:
+        raise Problem(f"{folder}: another process is at work on this run; wait for it, or stop it first") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class RunFolder:
     """Paths and records of one run."""
 
@@ -66,13 +85,16 @@ class RunFolder:
         """Make the folder, with its recipe in it, in one rename."""
         check_free(path, overwrite)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            with alone(path):
+                shutil.rmtree(path)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         (part / "checkpoints").mkdir(parents=True)
         (part / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
-        if path.exists():
-            shutil.rmtree(path)
         part.rename(path)
-        return cls(path)
+        run = cls(path)
+        run._info["began"] = datetime.now(UTC).isoformat(timespec="milliseconds")
+        return run
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:

@@ -167,9 +167,6 @@ class Session:
             label_pool: lets the teacher label the pool of a phase; None: it labels batch by batch.
         """
         recipe = self.recipe
-        parts = self.accelerator.num_processes * recipe.accumulate
-        if recipe.batch_size % parts:
-            raise Problem(f"--batch-size {recipe.batch_size} must be a multiple of processes x accumulate = {parts}")
         weights = None
         if recipe.class_weights == "balanced":
             weights = balanced_weights(self.pools.images.given, self.num_classes).to(self.accelerator.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import time
@@ -21,7 +22,7 @@ from finetune_mile.learning.phases import Auto, Given, Phase
 from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
 from finetune_mile.plan import Plan
 from finetune_mile.problems import Problem
-from finetune_mile.runlog import RunFolder
+from finetune_mile.runlog import RunFolder, alone
 
 SHORT_IMITATION = 50  # steps; with `rho: auto`, shorter ones lost accuracy
 AGREE_EVERY = 8  # steps between two looks at whether another process was told to stop
@@ -84,21 +85,23 @@ def recorded(accelerator: Accelerator, folder: RunFolder, work: Callable[[], dic
     if folder.info.get("status") == "finished" and (folder.path / "results.json").is_file():
         accelerator.print(f"{folder.path} is finished; its results are in results.json")
         return 0
-    record = folder.update if accelerator.is_main_process else _nobody
-    try:
-        record(status="running")
-        facts = work()
-        record(status="finished", **facts)
-    except Stopped as stopped:
-        record(status="stopped", signal=str(stopped))
-        accelerator.print(f"stopped; go on with --resume {folder.path}")
-        return 128 + stopped.signum
-    except Problem as problem:
-        record(status="failed", error=str(problem))
-        raise
-    except BaseException as error:
-        record(status="failed", error=repr(error))
-        raise
+    main = accelerator.is_main_process
+    record = folder.update if main else _nobody
+    with alone(folder.path) if main else contextlib.nullcontext():
+        try:
+            record(status="running")
+            facts = work()
+            record(status="finished", **facts)
+        except Stopped as stopped:
+            record(status="stopped", signal=str(stopped))
+            accelerator.print(f"stopped; go on with --resume {folder.path}")
+            return 128 + stopped.signum
+        except Problem as problem:
+            record(status="failed", error=str(problem))
+            raise
+        except BaseException as error:
+            record(status="failed", error=repr(error))
+            raise
     accelerator.end_training()
     return 0
 

@@ -109,7 +109,8 @@ def estimate(
     seconds = learner.learn * trained + optimise * counts.plan.total_steps
     seconds += teacher.forward * counts.teacher_images + learner.forward * counts.evaluation_images
     if reading is not None:
-        seconds += reading * (trained + counts.evaluation_images)
+        labelled = counts.teacher_images if labels_once_per_cycle(recipe) else 0  # per batch it looks at what is there
+        seconds += reading * (trained + labelled + counts.evaluation_images)
     seconds += type(seconds)(low=START_SECONDS / 2, middle=START_SECONDS, high=2 * START_SECONDS)
     moments = {"sgd": 1, "lars": 1, "adamw": 2}[recipe.optimizer.name]
     copies = _copies(counts, brought=recipe.teacher is not None)

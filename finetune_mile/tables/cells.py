@@ -169,9 +169,11 @@ def _job(table: Table, key: Key, known: set[Key], runs: Path, over: Settings) ->
 def _needed(table: Table, block: Block, key: Key, name: str, where: str, known: set[Key]) -> Key:
     """The run that a run needs: of the same column and seed, or of the only one there is."""
     found = table.find_need(where, block)
-    assert found is not None  # checked when the description was read
+    columns = () if found is None else found[0].columns_of(found[1])
+    if found is None or not columns:  # the description as a whole was checked when it was read
+        raise Problem(f"{key.cell} needs {name}: quick: leaves out the columns of {where}; name them there")
     other, row, fixed = found
-    columns, seeds = other.columns_of(row), table.seeds_of(other, row)
+    seeds = table.seeds_of(other, row)
     column = fixed if fixed is not None else key.column if key.column in columns else columns[0]
     seed = key.seed if key.seed in seeds else seeds[0]
     if fixed is None and key.column not in columns and len(columns) > 1:
@@ -212,6 +214,10 @@ def pick(jobs: Sequence[Job], only: Sequence[str], seeds: Sequence[int] | None) 
         if not any(_matches(key, name) for key in by_key):
             blocks = dict.fromkeys(k.block for k in by_key)
             raise Problem(f"--only {name}: no such block or row; blocks are {', '.join(blocks)}, rows BLOCK/ROW")
+    for seed in seeds or ():
+        if not any(key.seed == seed for key in by_key):
+            there = sorted({key.seed for key in by_key})
+            raise Problem(f"--seeds: no run has the seed {seed}; there are {', '.join(map(str, there))}")
     wanted = {
         key
         for key in by_key

@@ -176,7 +176,7 @@ Kind = Literal["row", "column", "measure"]
 def find_table(name: str) -> Path:
     """A description by path, or by its name below recipes/tables/."""
     folder = shipped("recipes") / "tables"
-    for path in (folder / f"{name}.yaml", folder / name, Path(name)):
+    for path in (Path(name), folder / name, folder / f"{name}.yaml"):
         if path.is_file():
             return path
     names = sorted(p.stem for p in folder.glob("*.yaml"))
@@ -263,11 +263,25 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
     for bar in block.bars:
         if bar.column not in block.shown_columns:
             wrong.append(f"bars: {_missing('column', bar.column, block.shown_columns)}")
+        else:
+            wrong += [f"bars: row {r} has no column {bar.column!r}" for r in _rows_without(table, block, bar)]
         if bar.measure not in block.measures:
             wrong.append(f"bars: {_missing('measure', bar.measure, block.measures)}")
     if block.heatmap is not None and block.heatmap.measure not in block.measures:
         wrong.append(f"heatmap: {_missing('measure', block.heatmap.measure, block.measures)}")
     return wrong
+
+
+def _rows_without(table: Table, block: Block, bar: Bar) -> list[str]:
+    """Rows of a bar that its column does not have; another block's only column stands for any."""
+    found = []
+    for reference in bar.rows or (bar.row or "",):
+        place = table.find(reference, block)
+        columns = [bar.column] if place is None else place[0].shown_columns_of(place[1])
+        elsewhere = place is not None and place[0].name != block.name
+        if columns and bar.column not in columns and not (elsewhere and len(columns) == 1):
+            found.append(reference)
+    return found
 
 
 def _missing(kind: Kind, name: str, names: Any) -> str:

@@ -16,9 +16,10 @@ from finetune_mile.tables.sheets import Section, Sheet, head_lines, sections, st
 MADE_BY = "Written by `finetune-mile table`; not to be edited by hand."
 
 
-def markdown(ledger: Ledger) -> str:
-    """ledger.md."""
-    lines = [f"# {ledger.table.title}", "", *_paragraphs(head_lines(ledger)), "![plot](plot.png)", ""]
+def markdown(ledger: Ledger, *, plot: bool = False) -> str:
+    """ledger.md; `plot`: there is a plot.png beside it."""
+    shown = ["![plot](plot.png)"] if plot else []
+    lines = [f"# {ledger.table.title}", "", *_paragraphs([*head_lines(ledger), *shown])]
     for part in sections(ledger):
         lines += [f"## {part.title}", "", *_paragraphs([part.about] if part.about else [])]
         for sheet in part.sheets:
@@ -111,7 +112,10 @@ def html(ledger: Ledger, plot: bytes | None) -> str:
     )  # fmt: skip
 
 
-MARKS = {"met": "good", "higher": "good", "NOT met": "bad", "lower": "bad", "within noise": "even", "not run": "none"}
+MARKS = {
+    "met": "good", "higher": "good", "NOT met": "bad", "lower": "bad", "within noise": "even", "not run": "none",
+    "seeds missing": "none",
+}  # fmt: skip
 STYLES = {"good": "green", "bad": "red", "even": "", "none": "dim"}
 
 

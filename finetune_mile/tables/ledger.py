@@ -121,13 +121,15 @@ class CheckedBar:
 
     bar: Bar
     found: Spread
-    expected: int
+    expected: int  # seeds
 
     @property
-    def outcome(self) -> Literal["met", "NOT met", "not run"]:
-        """The mean over seeds against the bounds."""
+    def outcome(self) -> Literal["met", "NOT met", "not run", "seeds missing"]:
+        """The mean over all seeds against the bounds; some of them are not enough."""
         if not self.found.n:
             return "not run"
+        if self.found.n < self.expected:
+            return "seeds missing"
         low, high = self.bar.bounds
         return "met" if low <= self.found.mean <= high else "NOT met"
 
@@ -311,8 +313,8 @@ def _paired(table: Table, block: Block, a: str, b: str, column: str, measure: st
 
 def _checked(table: Table, block: Block, bar: Bar, done: Grid) -> CheckedBar:
     subject = bar.rows or (bar.row or "",)
-    found = table.find(subject[0], block)
-    expected = 0 if found is None else len(table.seeds_of(*found))
+    seeds = [set(table.seeds_of(*found)) for row in subject if (found := table.find(row, block)) is not None]
+    expected = len(set.intersection(*seeds)) if len(seeds) == len(subject) else 0  # --quick left a block out
     if bar.rows is not None:
         paired = _paired(table, block, *bar.rows, bar.column, bar.measure, done)
         return CheckedBar(bar=bar, found=paired or Spread(values=()), expected=expected)

@@ -15,7 +15,7 @@ from finetune_mile.tables.sheets import duration
 
 def run_with_progress(jobs: Sequence[Job], orders: Sequence[Order], *, workers: int, threads: int) -> int:
     """0 all went well, 1 some failed, 130 stopped."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)  # names and errors have brackets
     logs = {order.key: order.log for order in orders}
     failed: list[Outcome] = []
     busy: list[Key] = []
@@ -23,7 +23,7 @@ def run_with_progress(jobs: Sequence[Job], orders: Sequence[Order], *, workers: 
     together = min(workers, len(orders))
     console.print(f"{len(orders)} runs, {together} at a time with {threads} thread{'s' * (threads > 1)} each")
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"), console=console,
     )  # fmt: skip
     task = bar.add_task("starting", total=len(orders), left="")

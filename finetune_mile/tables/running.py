@@ -242,6 +242,8 @@ def _outcome_of(worker: _Worker) -> Outcome:
     except (EOFError, OSError):
         worker.process.join(STOP_SECONDS)
         code = worker.process.exitcode
+        if code == -signal.SIGTERM:  # told to stop before the run listened
+            return Outcome(key=key, code=128 + signal.SIGTERM, seconds=0.0, last_line="stopped")
         return Outcome(key=key, code=1, seconds=0.0, last_line=f"its process ended (exit code {code}); out of memory?")
     return outcome
 

@@ -49,7 +49,8 @@ def status_lines(ledger: Ledger) -> list[str]:
     bars = [b for block in ledger.blocks for b in block.bars]
     if bars:
         met = sum(b.outcome == "met" for b in bars)
-        lines.append(f"{met} of {len(bars)} bars are met.")
+        late = sum(b.outcome in ("not run", "seeds missing") for b in bars)
+        lines.append(f"{met} of {len(bars)} bars are met" + (f"; {late} wait for runs." if late else "."))
     return lines
 
 
@@ -104,9 +105,13 @@ FACTS = ("seeds", "cost of a run", "commit", "recipe")
 
 def _facts(cells: Sequence[Cell]) -> tuple[str, str, str, str]:
     """Seeds, cost, commit and recipe of a row's cells, joined where they differ."""
-    seeds = _joined(str(len(c.runs)) if len(c.runs) == c.seeds else f"{len(c.runs)} of {c.seeds}" for c in cells)
+    seeds = _joined(_seeds(len(c.runs), c.seeds) for c in cells)
     cost = _joined(duration(c.seconds) if c.seconds is not None else _price(c) for c in cells)
     return seeds, cost, _joined(c.commit for c in cells), _joined(c.recipe for c in cells)
+
+
+def _seeds(found: int, expected: int) -> str:
+    return str(found) if found == expected else f"{found} of {expected}"
 
 
 def _price(cell: Cell) -> str:
@@ -133,7 +138,7 @@ def against_paper(ledger: BlockLedger) -> Sheet | None:
                 continue
             places = decimals(ledger, name)
             delta = "" if number.delta is None else f"{number.delta:+.{places}f}"
-            n = str(number.ours.n) if number.ours.n else ""
+            n = _seeds(number.ours.n, cell.seeds) if number.ours.n else ""
             cost = duration(cell.seconds) if cell.seconds is not None else cell.price
             rows.append((
                 cell.row, cell.column, name, f"{number.paper:g}", spread(number.ours, places, missing=""), n, delta,
@@ -171,9 +176,7 @@ def bars(ledger: BlockLedger) -> Sheet | None:
     rows = []
     for checked in ledger.bars:
         places = decimals(ledger, checked.bar.measure)
-        seeds = (
-            f"{checked.found.n} of {checked.expected}" if checked.found.n != checked.expected else str(checked.expected)
-        )
+        seeds = _seeds(checked.found.n, checked.expected)
         rows.append((subject(checked), wanted(checked), spread(checked.found, places), seeds, checked.outcome))
     return Sheet(
         caption="Bars, on means over seeds", head=("", "wanted", "found", "seeds", ""), rows=tuple(rows), names=2

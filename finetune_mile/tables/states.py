@@ -31,18 +31,24 @@ class State:
 
 
 def look(jobs: Sequence[Job], meanings: Sequence[Meaning], runs: Path) -> list[State]:
-    """The state of every run; a run whose prerequisite is not done is not done either."""
-    states: list[State] = []
-    done: dict[Key, bool] = {}
+    """The state of every run; a run is stale where what it needs is not done, or was begun after it."""
+    states: dict[Key, State] = {}
     for job, meaning in zip(jobs, meanings, strict=True):
         state = _look_at(job, meaning, runs)
-        late = next((name for name, need in job.needs.items() if not done.get(need, False)), None)
-        if state.status == "done" and late is not None:
-            why = f"its {late} ({job.needs[late].cell}) is to be run again"
+        why = next((w for name, need in job.needs.items() if (w := _outdated(state, name, states[need]))), "")
+        if why and state.status != "not run":
             state = dataclasses.replace(state, status="stale", why=why, replace=True)
-        done[job.key] = state.status == "done"
-        states.append(state)
-    return states
+        states[job.key] = state
+    return list(states.values())
+
+
+def _outdated(state: State, name: str, need: State) -> str:
+    """Why a run that was begun cannot rest on what `need` is now; nothing where it can."""
+    what = f"its {name} ({need.job.key.cell})"
+    if need.status != "done":
+        return f"{what} is to be run again"
+    began, other = state.info.get("began"), need.info.get("began")
+    return f"{what} was run again after it" if began and other and began < other else ""
 
 
 def _look_at(job: Job, meaning: Meaning, runs: Path) -> State:

@@ -25,15 +25,16 @@ def write_ledger(
 ) -> Ledger:
     """Write every file of a ledger, and show it in the terminal."""
     records = records_of(states)
-    known = _prices(folder)
+    recipes = {s.job.key.cell: s.meaning.hash for s in states}
+    known = _prices(folder, recipes)
     if prices:
         known |= missing_prices(states, known)
-    cells = dict.fromkeys(s.job.key.cell for s in states)
-    known = {cell: known[cell] for cell in cells if cell in known}
+    known = {cell: known[cell] for cell in recipes if cell in known}
+    of = {cell: recipes[cell] for cell in known}
     ledger = make_ledger(table, records, known)
     folder.mkdir(parents=True, exist_ok=True)
     write_records(folder / "runs.jsonl", records)
-    write_json(folder / "prices.json", {"table": Path(name).stem, "quick": quick, "cells": known})
+    write_json(folder / "prices.json", {"table": Path(name).stem, "quick": quick, "cells": known, "recipes": of})
     plot = draw(ledger, formats.csv_text(ledger))
     if plot is None:
         (folder / "plot.png").unlink(missing_ok=True)
@@ -51,7 +52,8 @@ def write_ledger(
 
 def texts(ledger: Ledger, plot: bytes | None) -> dict[str, str]:
     """The texts of a ledger by file name."""
-    made = (formats.markdown(ledger), formats.csv_text(ledger), formats.latex(ledger), formats.html(ledger, plot))
+    page = formats.markdown(ledger, plot=plot is not None)
+    made = (page, formats.csv_text(ledger), formats.latex(ledger), formats.html(ledger, plot))
     return dict(zip(TEXTS, made, strict=True))
 
 
@@ -65,9 +67,12 @@ def recompute(folder: Path) -> tuple[Ledger, list[Record], dict[str, str]]:
     return ledger, records, texts(ledger, plot.read_bytes() if plot.is_file() else None)
 
 
-def _prices(folder: Path) -> dict[str, str]:
+def _prices(folder: Path, recipes: Mapping[str, str]) -> dict[str, str]:
+    """Prices that were estimated before; not those of a cell whose recipe is another one now."""
     path = folder / "prices.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))["cells"]) if path.is_file() else {}
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    of = kept.get("recipes", {})
+    return {cell: price for cell, price in kept.get("cells", {}).items() if of.get(cell) == recipes.get(cell)}
 
 
 def missing_prices(states: Sequence[State], known: Mapping[str, str]) -> dict[str, str]:

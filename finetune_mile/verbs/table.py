@@ -42,7 +42,10 @@ def build_parser() -> Parser:
     parser.add_argument("--runs", type=Path, metavar="DIR", help="run folders (default: as the description says)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the ledger's folder (default: docs/tables/NAME)")
     parser.add_argument(
-        "--jobs", type=int, metavar="N", help="runs at the same time (default: one a core, one thread each)"
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="runs at the same time (default: one a core, one thread each; one with a GPU or --launch)",
     )
     parser.add_argument("--only", action="append", default=[], metavar="BLOCK[/ROW]", help="run these; may be repeated")
     parser.add_argument("--seeds", metavar="0,1", help="run these seeds only")
@@ -73,6 +76,7 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         sys.stdout.write(dry_run(chosen, launch) + "\n")
         return 0
+    report_stale(chosen, options.again)
     orders = [order_for(s, runs, options.launch) for s in chosen if wanted(s, options.again)]
     if options.commands:
         text = (
@@ -82,7 +86,6 @@ def main(argv: list[str]) -> int:
         )
         sys.stdout.write(text + "\n" if orders else "")
         return 0
-    report_stale(chosen, options.again)
     code = 0
     if orders and not options.ledger_only:
         code = run(jobs, orders, runs, options.jobs)
@@ -141,7 +144,9 @@ def run(jobs: Sequence[Job], orders: Sequence[Order], runs: Path, parallel: int 
     if parallel is not None and parallel < 1:
         raise Problem(f"--jobs {parallel}: at least one run at a time")
     own = os.environ.get("FINETUNE_MILE_THREADS")
-    workers = parallel or max(cores // int(own or 1), 1)
+    if own and not (own.isdigit() and int(own) > 0):
+        raise Problem(f"FINETUNE_MILE_THREADS is {own!r}; it must be a whole number above zero")
+    workers = parallel or (1 if _one_at_a_time(orders) else max(cores // int(own or 1), 1))
     threads = int(own) if own else max(cores // workers, 1)
     runs.mkdir(parents=True, exist_ok=True)
     try:
@@ -149,3 +154,10 @@ def run(jobs: Sequence[Job], orders: Sequence[Order], runs: Path, parallel: int 
             return run_with_progress(jobs, orders, workers=workers, threads=threads)
     except Timeout as error:
         raise Problem(f"--runs {runs}: another finetune-mile table is at work there") from error
+
+
+def _one_at_a_time(orders: Sequence[Order]) -> bool:
+    """Runs that are launched as processes of their own, or that want the GPU, would be in each other's way."""
+    import torch
+
+    return any(order.launch is not None for order in orders) or torch.cuda.is_available()

@@ -141,3 +141,4 @@ def test_a_folder_of_photos(tmp_path, run_demo):
 def test_what_only_the_data_can_tell(flags, sentence, tmp_path, capsys):
     assert main([*SHORT_MILE, *flags, "--out", str(tmp_path / "run")]) == 2
     assert sentence in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -46,6 +46,15 @@ def test_unknown_keys_and_empty_bars_are_refused(tmp_path):
     assert "a bar needs at_least:, at_most: or between:" in str(caught.value)
 
 
+def test_a_bar_in_a_column_that_its_row_does_not_have_is_refused(tmp_path):
+    def spoil(tree):
+        bar = {"row": "sigmoid", "column": "100 %", "measure": "top-1", "at_least": 1}  # it has "10 %" alone
+        tree["blocks"][0]["bars"].append(bar)
+
+    with pytest.raises(Problem, match="bars: row sigmoid has no column '100 %'"):
+        read_table(write_tiny(tmp_path, spoil))
+
+
 def test_a_circle_of_needs_is_told(tmp_path):
     def spoil(tree):
         tree["blocks"][0]["rows"]["sigmoid"]["needs"] = {"x": "student"}
@@ -76,6 +85,8 @@ def test_jobs_come_in_an_order_that_works_and_know_their_folders(tmp_path):
     assert [job.key.row for job in pick(jobs, ["fine-tuning/student"], None)] == ["sigmoid", "student"]
     with pytest.raises(Problem, match="--only nothing: no such block or row"):
         pick(jobs, ["nothing"], None)
+    with pytest.raises(Problem, match="--seeds: no run has the seed 7; there are 0"):
+        pick(jobs, [], [0, 7])
 
 
 def test_a_row_without_columns_serves_every_column_and_seed(tmp_path):
@@ -152,6 +163,24 @@ def test_quick_keeps_what_is_named_and_what_that_needs():
     assert [bar.rows for bar in block.bars] == [("student", "sigmoid"), None]
     with pytest.raises(Problem, match="does not say what its quick form is"):
         quick_table(quick)
+
+
+def test_quick_that_leaves_out_a_needed_column_is_told(tmp_path):
+    tree = {**TINY, "blocks": [{"name": "x", "columns": {"a": {}, "b": {}}, "rows": {
+        "one": {"only": ["b"]}, "two": {"only": ["a"], "needs": {"t": "x/one/b"}},
+    }}], "quick": {"blocks": {"x": {"columns": ["a"], "rows": ["two"]}}}}  # fmt: skip
+    table = Table.model_validate(tree)
+    assert len(make_jobs(table, tmp_path, {})) == 2
+    with pytest.raises(Problem, match="x / two / a needs t: quick: leaves out the columns of x/one/b"):
+        make_jobs(quick_table(table), tmp_path, {})
+
+
+def test_a_file_of_ones_own_wins_over_a_shipped_table_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_table("ssl").parent.name == "tables"
+    assert find_table("ssl.yaml").parent.name == "tables"
+    mine = write_tiny(tmp_path, name="ssl")
+    assert find_table("ssl.yaml").resolve() == mine
 
 
 def test_the_hash_sees_what_changes_a_number_and_nothing_else(tmp_path):

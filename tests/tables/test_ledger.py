@@ -63,6 +63,7 @@ def test_differences_are_paired_by_seed_and_bars_are_checked():
     assert f1.paired.values == (0.0, 0.0, 0.0)
     assert part.differences[0].paired.values == (3.0, 2.0)
     assert [bar.outcome for bar in whole.bars] == ["met", "NOT met", "not run"]
+    assert [bar.outcome for bar in part.bars] == ["seeds missing", "NOT met", "not run"], "not met by two of three"
     assert whole.constants["trivial F1"]["10 %"].values == (75.0,)
 
 

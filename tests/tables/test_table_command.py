@@ -30,7 +30,7 @@ def test_a_failed_run_is_reported_and_the_rest_goes_on(done):
     assert code == 1
     records = {r.row: r for r in read_records(folder / "ledger/runs.jsonl")}
     assert {row: r.status for row, r in records.items()} == {"sigmoid": "done", "student": "done", "broken": "failed"}
-    assert "multiple of processes x accumulate" in (folder / "runs/logs/fine-tuning/broken/100-pct/0.txt").read_text()
+    assert "error: the loss is nan at step 2" in (folder / "runs/logs/fine-tuning/broken/100-pct/0.txt").read_text()
     results = json.loads((folder / "runs/fine-tuning/student/10-pct/0/results.json").read_text())
     assert records["student"].results == results
     assert (records["student"].device, records["student"].threads) == ("cpu", 1)
@@ -68,7 +68,7 @@ def test_dry_run_says_states_commands_and_who_said_what(done, capsys):
     assert run(folder, path, "--dry-run") == 0
     text = capsys.readouterr().out
     assert "1. fine-tuning / sigmoid / 10 %: done (seed 0)" in text
-    assert "3. fine-tuning / broken / 100 %: failed (seed 0) [--batch-size 8 must be a multiple" in text
+    assert "3. fine-tuning / broken / 100 %: failed (seed 0) [the loss is nan at step 2" in text
     assert "4. fine-tuning / after / 100 %: not run (seed 0)" in text
     assert "batch_size = 8   --batch-size" in text
     assert "needs teacher: fine-tuning / sigmoid / 10 %" in text
@@ -98,6 +98,21 @@ def test_other_settings_make_a_run_stale_and_again_replaces_it(done, capsys, tmp
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert all(line.endswith("--overwrite") for line in lines)
+
+
+def test_a_run_is_stale_when_what_it_needs_was_run_again(done, capsys):
+    folder, path, _ = done
+    place = folder / "runs/fine-tuning/sigmoid/10-pct/0/run.json"
+    before = place.read_text()
+    place.write_text(json.dumps(json.loads(before) | {"began": "2999-01-01T00:00:00.000+00:00"}))
+    try:
+        assert run(folder, path, "--dry-run", "--only", "fine-tuning/student") == 0
+        said = capsys.readouterr().out
+        assert "stale (seed 0) [its teacher (fine-tuning / sigmoid / 10 %) was run again after it]" in said
+        student = place.parents[3] / "student/10-pct/0/run.json"
+        assert json.loads(student.read_text())["began"] > json.loads(before)["began"]
+    finally:
+        place.write_text(before)
 
 
 def test_a_stopped_run_is_gone_on_with(done, capsys):

@@ -24,7 +24,7 @@ TINY = {
                     "settings": {"method": "distill", "teacher": "{teacher}"},
                     "only": ["10 %"],
                 },
-                "broken": {"settings": {"method": "mile", "accumulate": 3}, "only": ["100 %"]},
+                "broken": {"settings": {"method": "mile", "lr": 1e30}, "only": ["100 %"]},
                 "after": {
                     "needs": {"teacher": "broken"},
                     "settings": {"method": "distill", "teacher": "{teacher}"},

@@ -1,0 +1,36 @@
+"""What is said while a table runs."""
+
+import signal
+from types import SimpleNamespace
+
+from finetune_mile.tables import progress, running
+from finetune_mile.tables.cells import Key
+
+KEY = Key("block", "row [/a]", "", 0)
+
+
+def test_brackets_in_names_and_errors_are_words(monkeypatch, capsys):
+    def fail(jobs, orders, *, workers, threads, on_start, on_end):
+        on_start(KEY)
+        on_end(running.Outcome(key=KEY, code=1, seconds=0.0, last_line="error: [/b] is no folder"))
+        return True
+
+    monkeypatch.setattr(progress, "run_jobs", fail)
+    order = running.Order(key=KEY, verb="run", arguments=(), log="log [/c].txt", launch=None)
+    assert progress.run_with_progress([], [order], workers=1, threads=1) == 1
+    said = capsys.readouterr().err
+    assert "FAILED block / row [/a], seed 0: error: [/b] is no folder" in said
+    assert "log [/c].txt" in said
+
+
+def test_a_worker_that_was_told_to_stop_early_has_not_failed():
+    def outcome(code):
+        def recv():
+            raise EOFError
+
+        process = SimpleNamespace(join=lambda _: None, exitcode=code)
+        return running._outcome_of(running._Worker(process, SimpleNamespace(recv=recv), 1, KEY))
+
+    assert outcome(-signal.SIGTERM).code == 143
+    assert outcome(-signal.SIGKILL).code == 1
+    assert "out of memory?" in outcome(-signal.SIGKILL).last_line
