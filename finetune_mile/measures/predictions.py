@@ -1,6 +1,6 @@
 """A model's logits on disk, so that every measure can be taken again without the model: one parquet file.
 
-Columns id, logits (C floats), given and truth (class numbers; truth is null where it is not known). The schema's
+Columns id, logits (C floats), given, truth and main (class numbers; null where not known). The schema's
 metadata hold the classes, the activation, where model and data came from, and a hash over ids, classes and logits.
 """
 
@@ -34,6 +34,7 @@ class Predictions:
     given: Tensor  # (N,) integers, -1 = unlabelled; or (N, C) of 0 and 1
     truth: Tensor | None  # (N, C) booleans
     activation: Activation
+    main: Tensor | None = None  # (N,) the class of the main object, where it is known
     about: dict[str, Any] = field(default_factory=dict)  # model, data, and what else is worth keeping
 
     def digest(self) -> str:
@@ -60,6 +61,7 @@ def write_predictions(path: Path, found: Predictions) -> None:
             ("logits", pa.list_(pa.float32(), width)),
             ("given", pa.list_(pa.int32())),
             ("truth", pa.list_(pa.int32())),
+            ("main", pa.int32()),
         ],
         metadata={FORMAT: json.dumps(facts).encode()},
     )
@@ -79,6 +81,7 @@ def write_predictions(path: Path, found: Predictions) -> None:
                     [None] * len(flat[::width]) if found.truth is None else _numbers(found.truth[rows]),
                     pa.list_(pa.int32()),
                 ),
+                pa.array([None] * len(flat[::width]) if found.main is None else found.main[rows].tolist(), pa.int32()),
             ]
             writer.write_table(pa.table(columns, schema=schema))
 
@@ -101,7 +104,9 @@ def read_predictions(path: Path) -> Predictions:
     logits = torch.from_numpy(np.array(flat, dtype=np.float32).reshape(-1, len(classes)))
     given = _flags(table["given"], len(classes))
     truth = None if table["truth"].null_count else _flags(table["truth"], len(classes))
+    known = "main" in table.column_names and not table["main"].null_count  # older files have no such column
     found = Predictions(
+        main=torch.tensor(table["main"].to_pylist()) if known else None,
         ids=table["id"].to_pylist(), classes=classes, logits=logits, truth=truth, activation=facts["activation"],
         given=_first(given) if facts["one_label"] else given.long(), about=facts["about"],
     )  # fmt: skip

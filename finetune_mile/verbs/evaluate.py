@@ -175,13 +175,13 @@ def run(options: argparse.Namespace) -> int:
             sys.stderr.write(f"error: {found.about['model']} gives NaN or infinity for {bad} images\n")
             return 1
     activation = options.activation or first.activation
-    measured = measure(first.logits, first.given, first.truth, activation=activation, **how)
+    measured = measure(first.logits, first.given, first.truth, activation=activation, main=first.main, **how)
     facts = how | {"truth": options.truth, "world_size": accelerator.num_processes}
     results = write_evaluation(options.out, first, measured, facts, options, activation=activation)
     show(results, first, options.out)
     if other is not None:
         activation = options.activation or other.activation
-        theirs = measure(other.logits, first.given, first.truth, activation=activation, **how)
+        theirs = measure(other.logits, first.given, first.truth, activation=activation, main=first.main, **how)
         pairs = ((measured.samples, theirs.samples), (measured.by_class, theirs.by_class))
         differences = [compare(a, b, draws=max(options.draws, 1), seed=options.seed) for a, b in pairs]
         write_comparison(options.out, first, other, differences[0] | differences[1])

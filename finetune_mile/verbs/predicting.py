@@ -66,7 +66,7 @@ def predict_with(
         ids=[images.ids[i] for i in good.tolist()], classes=data.classes,
         logits=logits[good] if columns is None else logits[good][:, columns],
         given=images.given[good], truth=None if images.truth is None else images.truth[good],
-        activation=model.activation, about=about,
+        main=None if images.main is None else images.main[good], activation=model.activation, about=about,
     )  # fmt: skip
 
 
@@ -132,8 +132,10 @@ def pick_images(data: Data, part: Literal["val", "train", "all"]) -> ImageSet:
     if any(t is not None for t in truths):
         empty = [torch.zeros(len(images), len(data.classes), dtype=torch.bool) for images in sets]
         truth = torch.cat([e if t is None else t for e, t in zip(empty, truths, strict=True)])[order]
+    mains = [images.main for images in sets if images.main is not None]
     return ImageSet(
         ids=[ids[i] for i in order], given=torch.cat([images.given for images in sets])[order], truth=truth,
+        main=torch.cat(mains)[order] if len(mains) == len(sets) else None,
         read=_Both(data.train, data.val, np.array(order)), in_memory=all(images.in_memory for images in sets),
     )  # fmt: skip
 
