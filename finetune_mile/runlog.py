@@ -59,7 +59,7 @@ def alone(folder: Path) -> Iterator[None]:
     """Hold a run folder: two processes that write into it would spoil it. A process that died holds nothing."""
     from filelock import FileLock, Timeout
 
-    lock = FileLock(folder / ".lock")
+    lock = FileLock(folder / "checkpoints/.lock")
     try:
         with contextlib.suppress(NotImplementedError):  # a file system without locks
             lock.acquire(timeout=LOCK_SECONDS)

@@ -112,6 +112,7 @@ def test_without_imagenet_it_says_where_to_put_it(tmp_path, monkeypatch, capsys)
 
 def test_without_the_weights_it_says_where_to_put_them(tmp_path, monkeypatch, capsys):
     (tmp_path / "train").mkdir()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("IMAGENET_DIR", str(tmp_path))
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
 
