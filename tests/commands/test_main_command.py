@@ -72,7 +72,7 @@ def test_it_explains_trains_stops_resumes_and_evaluates(flags, imagenet, tmp_pat
     printed = capsys.readouterr().out
     assert "simclrv2-large.yaml (no --recipe: simclrv2 weights on ImageNet)" in printed
     assert "from the first layer of the projection head for 1 and 10 %" in printed
-    assert f"imagenet:{imagenet}" in printed
+    assert imagenet.name in printed  # its whole path may be wrapped
     assert "IMAGENET_DIR" in printed
     assert "1,000 of 10,000 training images keep their label" in printed
 
