@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from finetune_mile.checkpoints.families import family_of
+from finetune_mile.images.sources import imagenet_folder
 from finetune_mile.layers import Merged, find_recipe, layers_of, put, put_together, read_yaml
 from finetune_mile.places import shipped
 from finetune_mile.problems import Problem
@@ -218,9 +219,9 @@ def find_imagenet() -> tuple[str, str]:
     place = os.environ.get("IMAGENET_DIR")
     if place and not Path(place).is_dir():
         raise Problem(f"IMAGENET_DIR is {place}, and there is no such directory")
-    for folder, who in ((place, "IMAGENET_DIR"), ("data/imagenet", "data/imagenet")):
-        if folder and Path(folder).is_dir():
-            return f"imagenet:{folder}", who
+    folder = imagenet_folder()
+    if folder is not None:
+        return f"imagenet:{folder}", "IMAGENET_DIR" if place else folder
     hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface")) / "hub/datasets--ILSVRC--imagenet-1k"
     if hub.is_dir():
         return "hf:ILSVRC/imagenet-1k", "the hub's cache"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from finetune_mile.tables.ledger import BlockLedger, Cell, CheckedBar, Difference, Ledger, Spread
@@ -118,9 +118,8 @@ def _price(cell: Cell) -> str:
     return f"not run, {cell.price}" if cell.price else "not run"
 
 
-def _joined(parts: object) -> str:
-    assert not isinstance(parts, str)
-    return ", ".join(dict.fromkeys(p for p in parts if p))  # type: ignore[attr-defined]
+def _joined(parts: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(p for p in parts if p))
 
 
 def _ours(ledger: BlockLedger, cell: Cell | None, measure: str) -> str:

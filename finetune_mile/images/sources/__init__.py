@@ -64,14 +64,19 @@ def _check_place(data: str, scheme: str, place: str) -> None:
             raise Problem(f"--data {data}: there is no directory {place!r}")
 
 
+def imagenet_folder() -> str | None:
+    """ImageNet's folder on this machine: IMAGENET_DIR, else data/imagenet."""
+    places = (os.environ.get("IMAGENET_DIR"), "data/imagenet")
+    return next((place for place in places if place and Path(place).is_dir()), None)
+
+
 def _imagenet_place() -> str:
-    """ImageNet on this machine: IMAGENET_DIR, else data/imagenet."""
-    for place in (os.environ.get("IMAGENET_DIR"), "data/imagenet"):
-        if place and Path(place).is_dir():
-            return place
-    raise Problem(
-        "--data imagenet: where is it? Write imagenet:DIR, set IMAGENET_DIR, or put it (or a link) at data/imagenet"
-    )
+    place = imagenet_folder()
+    if place is None:
+        raise Problem(
+            "--data imagenet: where is it? Write imagenet:DIR, set IMAGENET_DIR, or put it (or a link) at data/imagenet"
+        )
+    return place
 
 
 def load_data(data: str) -> Data:
