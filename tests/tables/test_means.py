@@ -81,4 +81,4 @@ def test_the_table_of_the_paper_is_complete():
     for block in table.blocks:
         assert block.shown_columns_of("ERM") == ["+90 %", "+80 %", "-90 %", "random colours", "10 %", "leave-one-out"]
         assert set(block.paper) == set(block.rows) == {"ERM", "IRM", "REx", "MILe paper", "MILe published"}
-    assert len(make_jobs(table, Path("runs"), {})) == 250
+    assert len(make_jobs(table, Path("runs"), {})) == 275
