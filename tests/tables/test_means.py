@@ -72,7 +72,7 @@ def test_a_setting_with_the_seed_is_the_seed_s_own_and_has_one_hash():
     table = read_table(find_table("ood"))
     jobs = [job for job in make_jobs(table, Path("runs"), {}) if job.key[:3] == ("ColoredMNIST", "IRM", "10 %")]
     meanings = resolve_all(jobs)
-    assert [m.tree["data"].partition("draw=")[2] for m in meanings] == ["0", "1", "2", "3", "4"]
+    assert [m.tree["data"].partition("draw=")[2] for m in meanings] == ["10", "11", "12", "13", "14"]
     assert len({m.hash for m in meanings}) == 1
 
 
@@ -80,5 +80,5 @@ def test_the_table_of_the_paper_is_complete():
     table = read_table(find_table("ood"))
     for block in table.blocks:
         assert block.shown_columns_of("ERM") == ["+90 %", "+80 %", "-90 %", "random colours", "10 %", "leave-one-out"]
-        assert set(block.paper) == set(block.rows) == {"ERM", "IRM", "REx", "MILe paper", "MILe published"}
+        assert set(block.paper) == set(block.rows) - {"Sigmoid"} == {"ERM", "IRM", "REx", "MILe paper", "MILe published"}
     assert len(make_jobs(table, Path("runs"), {})) == 275
