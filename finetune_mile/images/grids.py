@@ -128,9 +128,10 @@ def read_wanted(scheme: str, where: str, *, cell: int, train: int, val: int, oth
     )
 
 
-def shrunk(pictures: Tensor, side: int) -> Tensor:
-    """Pictures (N, H, H) uint8 averaged down to (N, side, side)."""
-    if pictures.shape[-1] == side:
+def shrunk(pictures: Tensor, side: int, width: int | None = None) -> Tensor:
+    """Pictures (N, H, W) uint8 averaged down to (N, side, width), a square where there is no width."""
+    size = (side, width or side)
+    if pictures.shape[-2:] == size:
         return pictures
-    small = torch.nn.functional.adaptive_avg_pool2d(pictures.unsqueeze(1).float(), side).squeeze(1)
+    small = torch.nn.functional.adaptive_avg_pool2d(pictures.unsqueeze(1).float(), size).squeeze(1)
     return small.round().to(torch.uint8)

@@ -64,6 +64,18 @@ def test_halves_of_the_test_digits_do_not_meet(mnist):
     assert set(odd.given.tolist()) == {1, 3, 5, 7, 9}
 
 
+def test_two_digits_in_a_cell_are_a_number(mnist):
+    data = load(f"{mnist}?digits=2&train=300&val=200&half=odd")
+    assert (len(data.classes), data.classes[7]) == (100, "07")
+    images = data.train
+    for i in range(50):
+        tens, ones = (images.read(i)[0, 7::14, start::14].flatten() // 10 for start in (0, 10))  # (9,) each
+        numbers = (10 * tens + ones).tolist()
+        assert set(numbers) == set(images.truth[i].nonzero().flatten().tolist())
+        assert numbers[4] == images.main[i]
+    assert {n for label in data.val.given.tolist() for n in (label // 10, label % 10)} <= {1, 3, 5, 7, 9}
+
+
 def test_what_cannot_be_a_grid_is_one_sentence(mnist, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MNIST_DIR", raising=False)
@@ -72,6 +84,7 @@ def test_what_cannot_be_a_grid_is_one_sentence(mnist, tmp_path, monkeypatch):
         f"multi-mnist:{mnist}?rows=0": "rows=0 must be a number from 1 to 10",
         f"multi-mnist:{mnist}?share=1.5": "from 0 to 1",
         f"multi-mnist:{mnist}?half=third": "half=third",
+        f"multi-mnist:{mnist}?digits=3": "digits=3 must be one of 1, 2",
         "multi-mnist": "MNIST's four idx files are not in data/mnist",
         "mosaic:nowhere": "there is no directory",
     }

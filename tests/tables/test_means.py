@@ -80,5 +80,7 @@ def test_the_table_of_the_paper_is_complete():
     table = read_table(find_table("ood"))
     for block in table.blocks:
         assert block.shown_columns_of("ERM") == ["+90 %", "+80 %", "-90 %", "random colours", "10 %", "leave-one-out"]
-        assert set(block.paper) == set(block.rows) - {"Sigmoid"} == {"ERM", "IRM", "REx", "MILe paper", "MILe published"}
+        assert (
+            set(block.paper) == set(block.rows) - {"Sigmoid"} == {"ERM", "IRM", "REx", "MILe paper", "MILe published"}
+        )
     assert len(make_jobs(table, Path("runs"), {})) == 275

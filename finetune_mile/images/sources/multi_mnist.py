@@ -5,13 +5,18 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from finetune_mile.images.grids import make_grids, read_wanted, shrunk
 from finetune_mile.images.idx import find_mnist, read_mnist
 from finetune_mile.images.imageset import Data
+from finetune_mile.images.randomness import permutation
 from finetune_mile.problems import Problem
 
 HALVES = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
+MARGIN = 4  # columns on either side of a digit that hold next to nothing
 
 
 @functools.lru_cache(maxsize=2)
@@ -22,21 +27,41 @@ def load(where: str) -> Data:
 
     Args:
         where: a directory with the idx files, and options: `DIR?rows=2&share=0.55&single=0.5&cell=14&train=60000&
-            val=10000&draw=1&half=even` (half: which of the test digits), `download=yes` to let torchvision fetch.
+            val=10000&draw=1&half=even` (half: which of the test digits), `digits=2` for cells with numbers from 00 to
+            99 (100 classes), `download=yes` to let torchvision fetch.
     """
-    wanted = read_wanted("multi-mnist", where, cell=14, train=60_000, val=10_000, others=("half", "download"))
-    half = wanted.others.get("half", "all")
-    if half not in HALVES:
-        raise Problem(f"--data multi-mnist:{where}: half={half} must be one of {', '.join(HALVES)}")
+    others = ("half", "digits", "download")
+    wanted = read_wanted("multi-mnist", where, cell=14, train=60_000, val=10_000, others=others)
+    half, length = wanted.others.get("half", "all"), wanted.others.get("digits", "1")
+    for key, value, known in (("half", half, HALVES), ("digits", length, ("1", "2"))):
+        if value not in known:
+            raise Problem(f"--data multi-mnist:{where}: {key}={value} must be one of {', '.join(known)}")
     digits = read_mnist(find_mnist("multi-mnist", wanted.place, wanted.others.get("download") == "yes"))
-    sets = [
-        make_grids(
-            shrunk(images, wanted.cell), labels.numpy(), np.arange(len(labels))[part], count, num_classes=10,
-            layout=wanted.layout, seed=2 * wanted.draw + number, name=name,
+    sets = []
+    for number, name, images, labels, part, count in (
+        (1, "train", digits.train_images, digits.train_labels, slice(None), wanted.train),
+        (2, "val", digits.test_images, digits.test_labels, HALVES[half], wanted.val),
+    ):
+        seed = 2 * wanted.draw + number
+        if length == "2":
+            pictures, classes = _numbers(images[part], labels.numpy()[part], wanted.cell, seed)
+            members = np.arange(len(classes))
+        else:
+            pictures, classes = shrunk(images, wanted.cell), labels.numpy()
+            members = np.arange(len(classes))[part]
+        grids = make_grids(
+            pictures, classes, members, count, num_classes=10 ** int(length), layout=wanted.layout, seed=seed, name=name
         )
-        for number, name, images, labels, part, count in (
-            (1, "train", digits.train_images, digits.train_labels, slice(None), wanted.train),
-            (2, "val", digits.test_images, digits.test_labels, HALVES[half], wanted.val),
-        )
-    ]  # fmt: skip
-    return Data(name="multi-mnist", classes=tuple(str(d) for d in range(10)), train=sets[0], val=sets[1])
+        sets.append(grids)
+    names = tuple(f"{number:0{length}}" for number in range(10 ** int(length)))
+    return Data(name="multi-mnist", classes=names, train=sets[0], val=sets[1])
+
+
+def _numbers(
+    images: Tensor, labels: npt.NDArray[np.int64], side: int, seed: int
+) -> tuple[Tensor, npt.NDArray[np.int64]]:
+    """Each digit (N, 28, 28) with another one to its right, (N, side, side), and the number that they are."""
+    second = permutation(seed, 1, len(labels))
+    narrow = images[:, :, MARGIN:-MARGIN]
+    left, right = shrunk(narrow, side, side // 2), shrunk(narrow, side, side - side // 2)
+    return torch.cat([left, right[second]], -1), 10 * labels + labels[second]
