@@ -35,12 +35,14 @@ class Row(Part):
 
 
 class Bar(Part):
-    """A bound on a mean over seeds: of a row, or of the paired difference of two."""
+    """A bound on a mean over seeds, or on each seed: of a row, or of the paired difference of two."""
 
     row: str | None = None
     rows: tuple[str, str] | None = Field(default=None, description="first minus second, paired by seed")
     column: str = ""
     measure: str
+    against: str | None = Field(default=None, description="the second row's measure, where it is another one")
+    each: bool = Field(default=False, description="every seed must meet it, not only their mean")
     at_least: float | None = None
     at_most: float | None = None
     between: tuple[float, float] | None = None
@@ -49,6 +51,8 @@ class Bar(Part):
     def _one_subject(self) -> Bar:
         if (self.row is None) == (self.rows is None):
             raise ValueError("a bar is about either row: or rows:")
+        if self.against is not None and self.rows is None:
+            raise ValueError("against: is the measure of a second row; name both in rows:")
         if self.at_least is None and self.at_most is None and self.between is None:
             raise ValueError("a bar needs at_least:, at_most: or between:")
         return self
@@ -65,11 +69,19 @@ class Bar(Part):
 
 
 class Heatmap(Part):
-    """Draw a sweep as a map: x and y are settings, the colour is a measure (its shown name)."""
+    """Draw a sweep as maps: x and y are settings, the colour of each map is a measure (its shown name)."""
 
     x: str
     y: str
-    measure: str
+    measures: tuple[str, ...] = Field(min_length=1)
+
+
+class Curve(Part):
+    """Draw a trade-off: rows in their order, one measure against another (their shown names)."""
+
+    x: str
+    y: str
+    rows: tuple[str, ...] | None = Field(default=None, description="rows that a line joins; null: all")
 
 
 class Block(Part):
@@ -91,6 +103,7 @@ class Block(Part):
     bars: tuple[Bar, ...] = ()
     constants: dict[str, str] = Field(default={}, description="shown name: key of results.json; once per block")
     heatmap: Heatmap | None = None
+    curve: Curve | None = None
 
     @property
     def shown_rows(self) -> list[str]:
@@ -265,10 +278,16 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
             wrong.append(f"bars: {_missing('column', bar.column, block.shown_columns)}")
         else:
             wrong += [f"bars: row {r} has no column {bar.column!r}" for r in _rows_without(table, block, bar)]
-        if bar.measure not in block.measures:
-            wrong.append(f"bars: {_missing('measure', bar.measure, block.measures)}")
-    if block.heatmap is not None and block.heatmap.measure not in block.measures:
-        wrong.append(f"heatmap: {_missing('measure', block.heatmap.measure, block.measures)}")
+        wrong += [
+            f"bars: {_missing('measure', m, block.measures)}"
+            for m in (bar.measure, bar.against)
+            if m is not None and m not in block.measures
+        ]
+    drawn = [("heatmap", m) for m in (block.heatmap.measures if block.heatmap else ())]
+    if block.curve is not None:
+        drawn += [("curve", m) for m in (block.curve.x, block.curve.y)]
+        wrong += [f"curve: {_missing('row', r, block.rows)}" for r in block.curve.rows or () if r not in block.rows]
+    wrong += [f"{where}: {_missing('measure', m, block.measures)}" for where, m in drawn if m not in block.measures]
     return wrong
 
 

@@ -125,13 +125,14 @@ class CheckedBar:
 
     @property
     def outcome(self) -> Literal["met", "NOT met", "not run", "seeds missing"]:
-        """The mean over all seeds against the bounds; some of them are not enough."""
+        """The mean over all seeds, or each of them, against the bounds; some of the seeds are not enough."""
         if not self.found.n:
             return "not run"
         if self.found.n < self.expected:
             return "seeds missing"
         low, high = self.bar.bounds
-        return "met" if low <= self.found.mean <= high else "NOT met"
+        values = self.found.values if self.bar.each else (self.found.mean,)
+        return "met" if all(low <= value <= high for value in values) else "NOT met"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +297,9 @@ def _values(table: Table, block: Block, reference: str, column: str, measure: st
     return {seed: r.results[key] for seed, r in sorted(runs.items()) if key in r.results}
 
 
-def _paired(table: Table, block: Block, a: str, b: str, column: str, measure: str, done: Grid) -> Spread | None:
+def _paired(
+    table: Table, block: Block, a: str, b: str, column: str, measure: str, done: Grid, against: str | None = None
+) -> Spread | None:
     """First minus second for the seeds that both have; None where one of the rows is not in the column."""
     for reference in (a, b):
         found = table.find(reference, block)
@@ -307,7 +310,8 @@ def _paired(table: Table, block: Block, a: str, b: str, column: str, measure: st
             return None
         if found[0].name == block.name and column not in columns:
             return None
-    first, second = (_values(table, block, r, column, measure, done) for r in (a, b))
+    pairs = ((a, measure), (b, against or measure))
+    first, second = (_values(table, block, row, column, name, done) for row, name in pairs)
     return Spread(values=tuple(first[s] - second[s] for s in first if s in second))
 
 
@@ -316,7 +320,7 @@ def _checked(table: Table, block: Block, bar: Bar, done: Grid) -> CheckedBar:
     seeds = [set(table.seeds_of(*found)) for row in subject if (found := table.find(row, block)) is not None]
     expected = len(set.intersection(*seeds)) if len(seeds) == len(subject) else 0  # --quick left a block out
     if bar.rows is not None:
-        paired = _paired(table, block, *bar.rows, bar.column, bar.measure, done)
+        paired = _paired(table, block, *bar.rows, bar.column, bar.measure, done, bar.against)
         return CheckedBar(bar=bar, found=paired or Spread(values=()), expected=expected)
     values = _values(table, block, subject[0], bar.column, bar.measure, done)
     return CheckedBar(bar=bar, found=Spread(values=tuple(values.values())), expected=expected)

@@ -37,6 +37,8 @@ def draw(ledger: Ledger, csv: str) -> bytes | None:
         part.suptitle(block.block.name, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
         if block.block.heatmap is not None:
             _heatmap(part, ledger, block)
+        elif block.block.curve is not None:
+            _curve(part, block)
         else:
             _panels(part, block)
     stream = io.BytesIO()
@@ -54,6 +56,8 @@ def _lines(block: BlockLedger) -> int:
 
 def _height(block: BlockLedger) -> float:
     if block.block.heatmap is not None:
+        return 3.6
+    if block.block.curve is not None:
         return 4.2
     offsets = max(len(block.block.shown_columns), 2)
     return 1.1 + _lines(block) * (0.9 + len(block.block.shown_rows) * (0.16 + 0.08 * offsets))
@@ -108,22 +112,28 @@ def _panel(axis: Axes, block: BlockLedger, measure: str) -> None:
 
 
 def _heatmap(figure: SubFigure, ledger: Ledger, block: BlockLedger) -> None:
-    """Two settings against each other, the measure's mean as colour and in figures."""
-    from matplotlib.colors import Normalize
-
+    """Two settings against each other; one map a measure, its mean as colour and in figures."""
     wanted = block.block.heatmap
     assert wanted is not None
-    found: dict[tuple[Any, Any], float] = {}
-    for cell in (c for c in block.cells if c.column in block.block.columns):
-        settings = _settings(ledger, block, cell.row, cell.column)
-        place = (settings.get(_key(wanted.x)), settings.get(_key(wanted.y)))
-        ours = cell.numbers[wanted.measure].ours
-        if ours.n:
-            found[place] = ours.mean
+    axes = figure.subplots(1, len(wanted.measures), squeeze=False)[0]
+    for axis, measure in zip(axes, wanted.measures, strict=True):
+        found: dict[tuple[Any, Any], float] = {}
+        for cell in (c for c in block.cells if c.column in block.block.columns):
+            settings = _settings(ledger, block, cell.row, cell.column)
+            ours = cell.numbers[measure].ours
+            if ours.n:
+                found[settings.get(_key(wanted.x)), settings.get(_key(wanted.y))] = ours.mean
+        if found:
+            _map(axis, found)
+        axis.set_xlabel(wanted.x)
+        axis.set_ylabel(wanted.y)
+        axis.set_title(measure, loc="left", fontsize=10, color=INK)
+
+
+def _map(axis: Axes, found: dict[tuple[Any, Any], float]) -> None:
+    from matplotlib.colors import Normalize
+
     xs, ys = (_ordered({place[i] for place in found}) for i in (0, 1))
-    axis = figure.subplots()
-    if not found:
-        return
     grid = [[found.get((x, y), float("nan")) for x in xs] for y in ys]
     low, high = min(found.values()), max(found.values())
     axis.imshow(grid, cmap="viridis", norm=Normalize(low, high), aspect="auto", origin="lower")
@@ -133,9 +143,29 @@ def _heatmap(figure: SubFigure, ledger: Ledger, block: BlockLedger) -> None:
                   color=INK if pale else "white")  # fmt: skip
     axis.set_xticks(range(len(xs)), [str(x) for x in xs])
     axis.set_yticks(range(len(ys)), [str(y) for y in ys])
-    axis.set_xlabel(wanted.x)
-    axis.set_ylabel(wanted.y)
-    axis.set_title(wanted.measure, loc="left", fontsize=10, color=INK)
+
+
+def _curve(figure: SubFigure, block: BlockLedger) -> None:
+    """One panel a column: each row a point with its spread, the joined ones a line in the order of the rows."""
+    wanted = block.block.curve
+    assert wanted is not None
+    axes = figure.subplots(1, len(block.block.columns), squeeze=False)[0]
+    for axis, column in zip(axes, block.block.columns, strict=True):
+        cells = [c for c in block.cells if c.column == column and c.numbers[wanted.x].ours.n]
+        line = [c for c in cells if wanted.rows is None or c.row in wanted.rows]
+        points = [(c.numbers[wanted.x].ours, c.numbers[wanted.y].ours) for c in line]
+        axis.plot([x.mean for x, _ in points], [y.mean for _, y in points], "-", color=PALE, lw=2, zorder=1)
+        for cell in cells:
+            x, y = cell.numbers[wanted.x].ours, cell.numbers[wanted.y].ours
+            colour = COLOURS[0] if cell in line else COLOURS[1]
+            axis.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, fmt="o", ms=4.5, color=colour, lw=1, capsize=0)
+            axis.annotate(cell.row, (x.mean, y.mean), xytext=(5, 4), textcoords="offset points", fontsize=8, color=INK)
+        axis.set_xlabel(wanted.x)
+        axis.set_ylabel(wanted.y)
+        axis.set_title(column, loc="left", fontsize=10, color=INK)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color=PALE, lw=0.8)
+        axis.set_axisbelow(True)
 
 
 def _settings(ledger: Ledger, block: BlockLedger, row: str, column: str) -> dict[str, Any]:

@@ -176,17 +176,21 @@ def bars(ledger: BlockLedger) -> Sheet | None:
     for checked in ledger.bars:
         places = decimals(ledger, checked.bar.measure)
         seeds = _seeds(checked.found.n, checked.expected)
-        rows.append((subject(checked), wanted(checked), spread(checked.found, places), seeds, checked.outcome))
-    return Sheet(
-        caption="Bars, on means over seeds", head=("", "wanted", "found", "seeds", ""), rows=tuple(rows), names=2
-    )
+        found = _range(checked.found) if checked.bar.each else spread(checked.found, places)
+        rows.append((subject(checked), wanted(checked), found, seeds, checked.outcome))
+    caption = "Bars, on means over seeds"
+    return Sheet(caption=caption, head=("", "wanted", "found", "seeds", ""), rows=tuple(rows), names=2)
 
 
 def subject(checked: CheckedBar) -> str:
     """What a bar is about."""
     bar = checked.bar
-    who = bar.row or " - ".join(bar.rows or ())
-    return f"{bar.measure}: {who}" + (f", {bar.column}" if bar.column else "")
+    if bar.against is not None:
+        first, second = bar.rows or ("", "")
+        what = f"{bar.measure} of {first} - {bar.against} of {second}"
+    else:
+        what = f"{bar.measure}: {bar.row or ' - '.join(bar.rows or ())}"
+    return what + (f", {bar.column}" if bar.column else "") + (", each seed" if bar.each else "")
 
 
 def wanted(checked: CheckedBar) -> str:
