@@ -23,12 +23,19 @@ def dry_run(states: Sequence[State], launch: str) -> str:
         lines += [f"{number}. {cell}" + (" (prerequisite)" if first.job.hidden else "") + f": {_status(mine)}"]
         lines += [f"   {first.job.command(launch)}"]
         if len(mine) > 1:
-            lines += [f"   and --seed {', '.join(str(s.job.key.seed) for s in mine[1:])}"]
+            lines += [f"   and --seed {', '.join(str(s.job.key.seed) for s in mine[1:])}{_own_settings(mine)}"]
         lines += [f"   needs {name}: {need.cell}" for name, need in first.job.needs.items()]
         lines += [f"     {line}" for line in settings_and_sources(first)]
         lines += [""]
     done = sum(s.status == "done" for s in states)
     return "\n".join([*lines, f"{len(cells)} cells, {len(states)} runs, {done} of them done"])
+
+
+def _own_settings(states: Sequence[State]) -> str:
+    """Settings that depend on the seed, as the second one has them."""
+    first, second = (state.meaning.tree for state in states[:2])
+    own = [key for key, value in second.items() if key != "seed" and value != first.get(key)]
+    return "".join(f"; {key} is their own, such as {yaml_value(second[key])}" for key in own)
 
 
 def _status(states: Iterable[State]) -> str:
