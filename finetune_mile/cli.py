@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     except Problem as problem:
         for sentence in problem.sentences:
             sys.stderr.write(f"error: {sentence}\n")
-        return 2
+        return problem.code
     return code
 
 

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     except Problem as problem:
         for sentence in problem.sentences:
             sys.stderr.write(f"error: {sentence}\n")
-        return 2
+        return problem.code
 
 
 def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:

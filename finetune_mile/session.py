@@ -35,7 +35,7 @@ from finetune_mile.measures.evaluation import predict
 from finetune_mile.measures.generations import pick_probe
 from finetune_mile.measures.scoring import measure
 from finetune_mile.plan import labelled_per_batch
-from finetune_mile.problems import Problem
+from finetune_mile.problems import Failed
 from finetune_mile.recipe import Recipe
 
 PROBE_IMAGES = 1000
@@ -117,7 +117,7 @@ class Session:
         bad = torch.from_numpy(np.isin(indices, list(views.bad))).to(self.accelerator.device)
         bad = self.accelerator.reduce(bad.int(), reduction="sum").cpu() > 0  # each process knows its own
         if bool((logits.isnan().all(1) & ~bad).any()):  # must not pass for bad images
-            raise Problem("the network's outputs are not numbers any more; lower --lr, or set optimizer.clip")
+            raise Failed("the network's outputs are not numbers any more; lower --lr, or set optimizer.clip")
         return logits.masked_fill_(bad.unsqueeze(1), torch.nan)
 
     def evaluate(self, network: nn.Module, limit: int | None) -> dict[str, float]:

@@ -21,7 +21,7 @@ from finetune_mile.learning.loop import StepRecord
 from finetune_mile.learning.phases import Auto, Given, Phase
 from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
 from finetune_mile.plan import Plan
-from finetune_mile.problems import Problem
+from finetune_mile.problems import Failed, Problem
 from finetune_mile.runlog import RunFolder, alone
 
 SHORT_IMITATION = 50  # steps; with `rho: auto`, shorter ones lost accuracy
@@ -257,7 +257,7 @@ class Watch:
         totals = self.accelerator.reduce(torch.cat([sums[:1], labels]), reduction="sum").tolist()
         loss = totals[0] / (len(window) * self.accelerator.num_processes)
         if not math.isfinite(loss):
-            raise Problem(
+            raise Failed(
                 f"the loss is {loss} at step {record.step} ({record.phase.name} {record.phase.generation}); "
                 "lower --lr, or set optimizer.clip"
             )

@@ -16,7 +16,7 @@ from finetune_mile.learning import saving
 from finetune_mile.learning.optim import set_rate
 from finetune_mile.learning.roles import copy_into
 from finetune_mile.pretraining.methods import Learner, everything
-from finetune_mile.problems import Problem
+from finetune_mile.problems import Failed
 from finetune_mile.runlog import RunFolder
 from finetune_mile.watch import Signals, Stopped, stop_together
 
@@ -150,7 +150,7 @@ class Recorder:
         window, self._window = self._window, []
         loss = float(self.accelerator.reduce(torch.stack(window).mean(), reduction="mean"))
         if not math.isfinite(loss):
-            raise Problem(f"the loss is {loss} at step {step}; lower --lr, or set optimizer.clip")
+            raise Failed(f"the loss is {loss} at step {step}; lower --lr, or set optimizer.clip")
         seconds = time.monotonic() - self._mark
         self._mark += seconds
         self.busy_seconds += seconds
