@@ -85,6 +85,7 @@ def test_what_cannot_be_a_grid_is_one_sentence(mnist, tmp_path, monkeypatch):
         f"multi-mnist:{mnist}?share=1.5": "from 0 to 1",
         f"multi-mnist:{mnist}?half=third": "half=third",
         f"multi-mnist:{mnist}?digits=3": "digits=3 must be one of 1, 2",
+        f"multi-mnist:{mnist}?download=maybe": "download=maybe must be one of yes, no",
         "multi-mnist": "MNIST's four idx files are not in data/mnist",
         "mosaic:nowhere": "there is no directory",
     }

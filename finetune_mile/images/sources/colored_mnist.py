@@ -15,7 +15,7 @@ import torch
 from finetune_mile.images.idx import Digits, find_mnist, read_mnist
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.randomness import permutation, uniforms
-from finetune_mile.images.sources.options import read_options
+from finetune_mile.images.sources.options import check_choices, read_options
 from finetune_mile.problems import Problem
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ def read_wanted(scheme: str, where: str) -> Wanted:
     """Read and check the options; leave-one-out of the last environment is what is left out."""
     place, options = read_options(scheme, where, ("protocol", "test", "draw", "side", "download"))
     allowed = {"protocol": get_args(Protocol), "test": ("0", "1", "2"), "side": ("14", "28"), "download": ("yes", "no")}
-    for key, values in allowed.items():
-        if options.get(key, values[0]) not in values:
-            raise Problem(f"--data {scheme}:{where}: {key}={options[key]} is none of {', '.join(values)}")
+    check_choices(scheme, where, options, allowed)
     if not options.get("draw", "0").isdecimal():
         raise Problem(f"--data {scheme}:{where}: draw={options['draw']} must be a whole number from 0 on")
     protocol = options.get("protocol", "leave-one-out")

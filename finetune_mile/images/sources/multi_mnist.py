@@ -13,7 +13,7 @@ from finetune_mile.images.grids import make_grids, read_wanted, shrunk
 from finetune_mile.images.idx import find_mnist, read_mnist
 from finetune_mile.images.imageset import Data
 from finetune_mile.images.randomness import permutation
-from finetune_mile.problems import Problem
+from finetune_mile.images.sources.options import check_choices
 
 HALVES = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
 MARGIN = 4  # columns on either side of a digit that hold next to nothing
@@ -30,12 +30,10 @@ def load(where: str) -> Data:
             val=10000&draw=1&half=even` (half: which of the test digits), `digits=2` for cells with numbers from 00 to
             99 (100 classes), `download=yes` to let torchvision fetch.
     """
-    others = ("half", "digits", "download")
-    wanted = read_wanted("multi-mnist", where, cell=14, train=60_000, val=10_000, others=others)
+    choices = {"half": tuple(HALVES), "digits": ("1", "2"), "download": ("yes", "no")}
+    wanted = read_wanted("multi-mnist", where, cell=14, train=60_000, val=10_000, others=tuple(choices))
+    check_choices("multi-mnist", where, wanted.others, choices)
     half, length = wanted.others.get("half", "all"), wanted.others.get("digits", "1")
-    for key, value, known in (("half", half, HALVES), ("digits", length, ("1", "2"))):
-        if value not in known:
-            raise Problem(f"--data multi-mnist:{where}: {key}={value} must be one of {', '.join(known)}")
     digits = read_mnist(find_mnist("multi-mnist", wanted.place, wanted.others.get("download") == "yes"))
     sets = []
     for number, name, images, labels, part, count in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import unquote
 
 from finetune_mile.problems import Problem
@@ -23,3 +23,10 @@ def read_options(scheme: str, where: str, known: Sequence[str]) -> tuple[str, di
             raise Problem(f"--data {scheme}:{where}: unknown option {key}; {hint}")
         options[key] = unquote(value)
     return place, options
+
+
+def check_choices(scheme: str, where: str, options: Mapping[str, str], allowed: Mapping[str, Iterable[str]]) -> None:
+    """Options that take one of a few words: any other is refused with the words."""
+    for key, words in allowed.items():
+        if key in options and options[key] not in words:
+            raise Problem(f"--data {scheme}:{where}: {key}={options[key]} must be one of {', '.join(words)}")
