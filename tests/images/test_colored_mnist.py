@@ -98,7 +98,7 @@ def test_what_cannot_be_coloured_is_one_sentence(mnist, tmp_path, monkeypatch):
     monkeypatch.delenv("MNIST_DIR", raising=False)
     cases = {
         f"colored-mnist:{mnist}?test=3": "test=3 must be one of 0, 1, 2",
-        f"colored-mnist:{mnist}?protocol=grey": "none of leave-one-out, random-colours, 10%",
+        f"colored-mnist:{mnist}?protocol=grey": "must be one of leave-one-out, random-colours, 10%",
         f"colored-mnist:{mnist}?protocol=10%&test=1": "test= is for protocol=leave-one-out",
         f"colored-mnist+:{mnist}?draw=x": "draw=x must be a whole number",
         f"colored-mnist:{mnist}?tests=1": "did you mean test?",
