@@ -38,8 +38,10 @@ def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport
     counts = report.to_json()["counts"]
     out.print(f"init    {session.card.name}: {report.arch}, {report.format} ({report.why}), {counts}")
     labelled, everything = len(session.pools.indices["labelled"]), len(session.pools.images)
+    aside = len(session.pools.calibration)
     out.print(
         f"data    {session.data.name}: {labelled:,} of {everything:,} training images keep their label, "
+        f"{f'{aside:,} are held out for rho: auto, ' if aside else ''}"
         f"{len(session.data.val):,} to evaluate on, {session.num_classes:,} classes"
     )
     share = recipe.batch_size // (world * recipe.accumulate)

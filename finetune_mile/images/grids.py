@@ -105,20 +105,23 @@ def read_wanted(scheme: str, where: str, *, cell: int, train: int, val: int, oth
         scheme, where, ("rows", "share", "single", "cell", "train", "val", "draw", *others)
     )  # fmt: skip
 
-    def number(key: str, default: float, low: float, high: float) -> float:
+    def number(key: str, default: float, low: float, high: float, kind: type[int] | type[float] = int) -> float:
         text = options.get(key)
         try:
-            value = default if text is None else float(text)
+            value = default if text is None else kind(text)
         except ValueError:
             value = float("nan")
         if not low <= value <= high:
-            raise Problem(f"--data {scheme}:{where}: {key}={text} must be a number from {low:g} to {high:g}")
+            what = "whole number" if kind is int else "number"
+            raise Problem(f"--data {scheme}:{where}: {key}={text} must be a {what} from {low:g} to {high:g}")
         return value
 
     return Wanted(
         place=place,
         layout=Layout(
-            rows=int(number("rows", 3, 1, 10)), share=number("share", CENTRE, 0, 1), single=number("single", 0, 0, 1)
+            rows=int(number("rows", 3, 1, 10)),
+            share=number("share", CENTRE, 0, 1, float),
+            single=number("single", 0, 0, 1, float),
         ),
         cell=int(number("cell", cell, 4, 512)),
         train=int(number("train", train, 1, 10_000_000)),

@@ -17,6 +17,7 @@ from finetune_mile.problems import Problem
 
 LEAST_CALIBRATION, MOST_CALIBRATION = 500, 0.2  # images, unless that is more than this share of them
 CALIBRATION_SEED = 7919
+WHY_HELD_OUT = "--rho auto and auto.held_out: always"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def make_pools(images: ImageSet, fraction: float, seed: int, chosen: Chosen | No
 def hold_out(pools: Pools, share: float, seed: int) -> Pools:
     """Take a share of the labelled images, of each class, out of every pool: the calibration images of `rho: auto`.
 
-    At least 500 are taken where that is no more than a fifth; a class of one image keeps it.
+    At least 500 are taken, or a fifth where there are fewer than 2,500; a class of one image keeps it.
 
     Args:
         pools: over all images.
@@ -86,11 +87,13 @@ def hold_out(pools: Pools, share: float, seed: int) -> Pools:
         return pools
     labelled, given = pools.indices["labelled"], pools.images.given
     if given.ndim == 2:
-        raise Problem("--rho auto needs data with one given label per image; these have sets of labels")
+        raise Problem(f"{WHY_HELD_OUT} need one given label per image; these have sets of labels")
     share = max(share, min(LEAST_CALIBRATION / len(labelled), MOST_CALIBRATION))
     labels = given[torch.from_numpy(labelled)].numpy()
     spare = np.flatnonzero(np.bincount(labels)[labels] > 1)
     ids = [pools.images.ids[i] for i in labelled[spare]]
+    if len(spare) == 0:
+        raise Problem(f"{WHY_HELD_OUT} need classes with two labelled images or more; these have one each")
     taken = labelled[spare[stratified(labels[spare], ids, share, seed + CALIBRATION_SEED)]]
     rest = {name: np.setdiff1d(members, taken, assume_unique=True) for name, members in pools.indices.items()}
     return dataclasses.replace(pools, indices=rest, calibration=taken)

@@ -14,7 +14,7 @@ from torch import Tensor
 from finetune_mile.learning.phases import Auto
 
 FOUND_RATES = torch.linspace(0.02, 0.98, 97, dtype=torch.float64)
-CLEAR_SHARE, CLEAR_LEAST = 0.05, 50  # the images that the teacher is surest of
+CLEAR_SHARE, CLEAR_LEAST, CLEAR_MOST = 0.05, 50, 0.2  # the images that the teacher is surest of: share, number, share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,9 @@ def lee_liu(logits: Tensor, labels: Tensor, prior: Tensor) -> tuple[float, float
     recall = (cuts[:, given] < scores[second].gather(1, given.unsqueeze(1)).T).double().mean(1)
     value = recall.square() / found
     best = int(value.argmax())
-    v, hit = float(value[best]), float(recall[best])
-    error = 2 * math.sqrt((1 - hit) / (hit * positives)) if hit > 0 else 0.0
+    v = float(value[best])
+    hit = (float(recall[best]) * positives + 1) / (positives + 2)  # ten hits of ten are not certain to go on
+    error = 2 * math.sqrt((1 - hit) / (hit * positives))
     rate = float(FOUND_RATES[value >= v * (1 - error)].mean())
     nearest = (rate * num_classes * prior.double() / prior.sum()).clamp(0.005, 0.98)
     thresholds = [_upper_quantiles(column, nearest[c : c + 1]) for c, column in enumerate(columns)]
@@ -99,9 +100,9 @@ def lee_liu(logits: Tensor, labels: Tensor, prior: Tensor) -> tuple[float, float
 
 
 def _upper_quantiles(column: Tensor, shares: Tensor) -> Tensor:
-    """Values (K,) that the shares (K,) of a column (n,) lie above; infinite where the column is empty."""
+    """Values (K,) that the shares (K,) of a column (n,) lie above; below everything for a class that is always top."""
     if len(column) == 0:
-        return torch.full_like(shares, torch.inf)
+        return torch.full_like(shares, -torch.inf)
     ordered = column.sort().values
     place = (1 - shares) * (len(column) - 1)
     low = place.floor().long()
@@ -119,7 +120,7 @@ def clear_misses(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     overall = float(missed.mean())
     if overall == 0:
         return 0.0, 0.0
-    count = min(max(CLEAR_LEAST, round(CLEAR_SHARE * len(labels))), len(labels))
+    count = max(min(max(CLEAR_LEAST, round(CLEAR_SHARE * len(labels))), round(CLEAR_MOST * len(labels))), 1)
     clear = float(missed[logits.amax(1).topk(count).indices].mean())
     return clear / overall, math.sqrt(clear * (1 - clear) / count) / overall
 

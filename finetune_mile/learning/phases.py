@@ -191,7 +191,8 @@ def mile(
 
     Args:
         total_steps: the budget, teacher's and student's steps together; it is filled exactly. What does not fill a
-            whole generation goes to the first phase, so that the run ends on an imitation.
+            whole generation goes to the first phase, so that the run ends on an imitation; what a step or two would
+            fill, because shares of a budget were rounded, is taken from the warm-up.
         k_t: steps of an interaction.
         k_s: steps of an imitation.
         warmup: interaction before the first generation; teacher and student both start from its weights. Without it
@@ -209,6 +210,9 @@ def mile(
         raise Problem("k_t and k_s must be at least 1 (2 in the published variant, which takes one step off each)")
     last = last or k_s
     generations, rest = divmod(total_steps - warmup - last + k_s, k_t + k_s)
+    short = k_t + k_s - rest
+    if warmup > short and short <= min(generations + 2, (k_t + k_s) // 10):  # shares of a budget, rounded
+        generations, rest = generations + 1, -short
     if generations < 1:
         raise Problem(
             f"steps: {total_steps} do not hold one generation: warm-up {warmup} + k_t {k_t} + k_s {last}; "

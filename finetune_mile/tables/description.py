@@ -55,6 +55,8 @@ class Bar(Part):
             raise ValueError("against: is the measure of a second row; name both in rows:")
         if self.at_least is None and self.at_most is None and self.between is None:
             raise ValueError("a bar needs at_least:, at_most: or between:")
+        if self.between is not None and self.between[0] > self.between[1]:
+            raise ValueError("between: is [lowest, highest]")
         return self
 
     @property

@@ -152,7 +152,8 @@ def _curve(figure: SubFigure, block: BlockLedger) -> None:
     axes = figure.subplots(1, len(block.block.columns), squeeze=False)[0]
     for axis, column in zip(axes, block.block.columns, strict=True):
         cells = [c for c in block.cells if c.column == column and c.numbers[wanted.x].ours.n]
-        line = [c for c in cells if wanted.rows is None or c.row in wanted.rows]
+        joined = wanted.rows or block.block.shown_rows
+        line = sorted((c for c in cells if c.row in joined), key=lambda c: joined.index(c.row))
         points = [(c.numbers[wanted.x].ours, c.numbers[wanted.y].ours) for c in line]
         axis.plot([x.mean for x, _ in points], [y.mean for _, y in points], "-", color=PALE, lw=2, zorder=1)
         for cell in cells:

@@ -81,7 +81,8 @@ def test_what_cannot_be_a_grid_is_one_sentence(mnist, tmp_path, monkeypatch):
     monkeypatch.delenv("MNIST_DIR", raising=False)
     cases = {
         f"multi-mnist:{mnist}?row=2": "did you mean rows?",
-        f"multi-mnist:{mnist}?rows=0": "rows=0 must be a number from 1 to 10",
+        f"multi-mnist:{mnist}?rows=0": "rows=0 must be a whole number from 1 to 10",
+        f"multi-mnist:{mnist}?rows=2.7": "rows=2.7 must be a whole number",
         f"multi-mnist:{mnist}?share=1.5": "from 0 to 1",
         f"multi-mnist:{mnist}?half=third": "half=third",
         f"multi-mnist:{mnist}?digits=3": "digits=3 must be one of 1, 2",

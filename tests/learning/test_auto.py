@@ -58,7 +58,8 @@ def naive_lee_liu(logits, labels, prior):
         values.append(recall**2 / found)
         recalls.append(recall)
     best = int(np.argmax(values))
-    error = 2 * math.sqrt((1 - recalls[best]) / (recalls[best] * len(second)))
+    hit = (recalls[best] * len(second) + 1) / (len(second) + 2)
+    error = 2 * math.sqrt((1 - hit) / (hit * len(second)))
     rate = np.mean([r for r, v in zip(rates, values, strict=True) if v >= values[best] * (1 - error)])
     return values[best], error, rate, cuts(rate)[1]
 
@@ -110,6 +111,31 @@ def test_single_objects_and_uniform_noise_close_the_gate():
     perfect = judge(RULE, 0, mixture(1)[0], mixture(1)[0].argmax(1), torch.ones(10))
     assert not perfect.open
     assert perfect.v == perfect.g == 0
+
+
+@pytest.mark.parametrize("images", [40, 60, 100, 500])
+def test_a_small_calibration_set_seldom_opens_the_gate_by_chance(images):
+    """A weak teacher of single objects, and a good one with a few wrong labels; sets of several objects still open."""
+    weak, noise, several = 0, 0, 0
+    for seed in range(40):
+        logits, labels, _ = mixture(1, images=images, blur=2.0, seed=seed)
+        weak += judge(RULE, 0, logits, labels, torch.ones(10)).open
+        logits, labels, _ = mixture(1, images=images, seed=seed)
+        labels[: images // 20] = torch.from_numpy(np.random.default_rng(seed).integers(0, 10, images // 20))
+        noise += judge(RULE, 0, logits, labels, torch.ones(10)).open
+        logits, labels, _ = mixture(4, images=images, seed=seed)
+        several += judge(RULE, 0, logits, labels, torch.ones(10)).open
+    assert weak <= 2
+    assert noise <= 4
+    assert several >= (20 if images >= 100 else 0)
+
+
+def test_a_class_that_is_always_top_is_always_found():
+    logits, labels, _ = mixture(4, images=500)
+    logits[:, 3] = 9.0
+    verdict = judge(RULE, 0, logits, labels, torch.ones(10))
+    assert verdict.thresholds[3] == -math.inf
+    assert (found_labels(replace(RULE, thresholds=verdict.thresholds), logits)[:, 3] > 0.9).all()
 
 
 def test_an_open_gate_closes_on_evidence_only():
@@ -205,6 +231,13 @@ def test_sets_of_given_labels_are_refused():
     several = images.__class__(**{f: getattr(images, f) for f in images.__slots__} | {"given": images.truth.long()})
     with pytest.raises(Problem, match="one given label"):
         hold_out(make_pools(several, 1.0, 0), 0.05, 0)
+
+
+def test_classes_of_one_image_leave_nothing_to_hold_out():
+    images = load("10").train
+    few = images.__class__(**{f: getattr(images, f) for f in images.__slots__} | {"given": torch.arange(len(images))})
+    with pytest.raises(Problem, match="two labelled images or more"):
+        hold_out(make_pools(few, 1.0, 0), 0.05, 0)
 
 
 def records(folder, kind):

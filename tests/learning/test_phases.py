@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from finetune_mile.learning.phases import (
     SCHEDULES,
+    Given,
     Soften,
     Threshold,
     after,
@@ -96,3 +97,19 @@ def test_amounts(amount, steps):
 def test_amounts_that_mean_nothing(amount):
     with pytest.raises(ValueError, match=str(amount)):
         check_amount(amount)
+
+
+@pytest.mark.parametrize("total", range(300, 3000, 7))
+def test_rounded_shares_of_a_budget_cost_no_generation(total):
+    def steps(amount):
+        return in_steps(amount, total_steps=total, steps_per_epoch=100)
+
+    shares = {"k_t": steps("5 %"), "k_s": steps("5 %"), "warmup": steps("62 %"), "last": steps("13 %")}
+    phases = mile(total, **shares, minus_one=False, imitate_from="student", targets=Given(), pool="labelled")
+    assert sum(p.steps for p in phases) == total
+    assert [p.name for p in phases] == ["interaction", *["interaction", "imitation"] * 3]
+    assert abs(phases[0].steps - shares["warmup"]) <= 5
+    one = {**shares, "last": steps("33 %")}
+    phases = mile(total, **one, minus_one=False, imitate_from="student", targets=Given(), pool="labelled")
+    assert [p.name for p in phases] == ["interaction", "interaction", "imitation"]
+    assert sum(p.steps for p in phases) == total
