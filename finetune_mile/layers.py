@@ -64,9 +64,14 @@ class Merged:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds a mapping."""
+    """A YAML file that holds a mapping, in which nothing is said twice."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        twice = _said_twice(node, set())
+        if twice is not None:
+            raise Problem(f"recipe {path}: {twice.value} stands twice, again at line {twice.start_mark.line + 1}")
+        tree = None if node is None else loader.construct_document(node)
     except (OSError, UnicodeDecodeError) as error:
         raise Problem(f"recipe {path}: cannot be read ({error})") from error
     except yaml.YAMLError as error:
@@ -76,6 +81,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise Problem(f"recipe {path}: must be a mapping of settings, found {type(tree).__name__}")
     return tree
+
+
+def _said_twice(node: yaml.Node | None, seen: set[int]) -> yaml.ScalarNode | None:
+    """The first key of a mapping that stands in it before; YAML itself takes the last one and says nothing."""
+    if node is None or id(node) in seen:  # an alias
+        return None
+    seen.add(id(node))
+    parts = []
+    if isinstance(node, yaml.MappingNode):
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for number, key in enumerate(keys):
+            if key.value in [k.value for k in keys[:number]]:
+                return key
+        parts = [value for _, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        parts = node.value
+    return next((found for part in parts if (found := _said_twice(part, seen)) is not None), None)
 
 
 def find_recipe(name: str, below: str = "") -> Path:

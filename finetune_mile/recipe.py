@@ -18,7 +18,15 @@ OVER_ENVIRONMENTS = ("irm", "rex")
 Variant = Literal["paper", "published"]
 Amount = Annotated[int | str, AfterValidator(check_amount)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-Rho = Annotated[float, Field(gt=0, lt=1)]
+
+
+def _a_number(value: object) -> object:
+    if value == "auto":
+        raise ValueError("auto is for --method mile; here it must be a number between 0 and 1")
+    return value
+
+
+Rho = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_a_number)]
 
 
 def _rho_or_auto(value: float | str) -> float | str:

@@ -140,3 +140,17 @@ def test_a_mistake_in_a_base_names_the_base(tmp_path):
     write(tmp_path, "below.yaml", base="demo", optimizer={"lr": -1})
     with pytest.raises(Problem, match=r"recipe below\.yaml: optimizer\.lr -1"):
         solve(write(tmp_path, "top.yaml", base="below"))
+
+
+@pytest.mark.parametrize("text", ["steps: 3\nlr: 1\nsteps: 4\n", "a: &a {k_t: 1}\nb: [*a, {k_s: 1,\n k_s: 2}]\n"])
+def test_a_key_that_stands_twice_is_refused(tmp_path, text):
+    path = tmp_path / "twice.yaml"
+    path.write_text(text)
+    with pytest.raises(Problem, match=r"(steps|k_s) stands twice, again at line 3"):
+        read_yaml(path)
+
+
+def test_an_alias_is_not_said_twice(tmp_path):
+    path = tmp_path / "once.yaml"
+    path.write_text("a: &a {k_t: 1}\nb: *a\nc: {<<: *a, k_t: 2}\n")
+    assert read_yaml(path) == {"a": {"k_t": 1}, "b": {"k_t": 1}, "c": {"k_t": 2}}

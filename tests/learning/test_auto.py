@@ -332,6 +332,7 @@ def test_an_imitation_starts_at_the_thresholds(run_demo, monkeypatch):
         (["--rho", "1"], "--rho 1: must be a number between 0 and 1, or auto"),
         (["--recipe", "multi-mnist/mile", "--data", "demo", "--rho", "auto"], "--rho auto needs a block auto:"),
         (["--rho", "auto", "--set", "mile.pseudo_labels=cycle"], "--rho auto needs mile.targets: threshold"),
+        (["--method", "noisy-student", "--rho", "auto"], "--rho auto: auto is for --method mile"),
     ],
 )
 def test_wrong_settings_are_named(capsys, flags, sentence):
