@@ -43,6 +43,8 @@ MODES = {
     "mile-published": [*MILE, "--variant", "published"],
     "mile-cycle": [*MILE, *CYCLE],
     "mile-cycle-soft": [*MILE, *CYCLE, *SOFT],
+    "mile-auto": [*MILE, "--rho", "auto"],
+    "mile-auto-open": [*MILE, "--rho", "auto", "--set", "auto.gate=off"],
     "noisy-student": [*OTHER, "noisy-student"],
     "self-distill": [*OTHER, "self-distill"],
     "distill": [*OTHER, "distill", "--teacher", TEACHER],
