@@ -79,11 +79,13 @@ class Heatmap(Part):
 
 
 class Curve(Part):
-    """Draw a trade-off: rows in their order, one measure against another (their shown names)."""
+    """Draw a trade-off: rows in their order, one measure against another (their shown names), and rivals beside."""
 
     x: str
     y: str
     rows: tuple[str, ...] | None = Field(default=None, description="rows that a line joins; null: all")
+    rivals: tuple[str, ...] = Field(default=(), description="rows that are points beside the line")
+    rivals_y: str | None = Field(default=None, description="their measure, where it is another one than y")
 
 
 class Block(Part):
@@ -287,8 +289,9 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
         ]
     drawn = [("heatmap", m) for m in (block.heatmap.measures if block.heatmap else ())]
     if block.curve is not None:
-        drawn += [("curve", m) for m in (block.curve.x, block.curve.y)]
-        wrong += [f"curve: {_missing('row', r, block.rows)}" for r in block.curve.rows or () if r not in block.rows]
+        drawn += [("curve", m) for m in (block.curve.x, block.curve.y, block.curve.rivals_y) if m is not None]
+        named = (*(block.curve.rows or ()), *block.curve.rivals)
+        wrong += [f"curve: {_missing('row', r, block.rows)}" for r in named if r not in block.rows]
     wrong += [f"{where}: {_missing('measure', m, block.measures)}" for where, m in drawn if m not in block.measures]
     return wrong
 

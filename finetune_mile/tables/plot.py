@@ -146,21 +146,26 @@ def _map(axis: Axes, found: dict[tuple[Any, Any], float]) -> None:
 
 
 def _curve(figure: SubFigure, block: BlockLedger) -> None:
-    """One panel a column: each row a point with its spread, the joined ones a line in the order of the rows."""
+    """One panel a column: the rows joined in their order, rivals as points beside, each with its spread."""
     wanted = block.block.curve
     assert wanted is not None
-    axes = figure.subplots(1, len(block.block.columns), squeeze=False)[0]
-    for axis, column in zip(axes, block.block.columns, strict=True):
-        cells = [c for c in block.cells if c.column == column and c.numbers[wanted.x].ours.n]
-        joined = wanted.rows or block.block.shown_rows
-        line = sorted((c for c in cells if c.row in joined), key=lambda c: joined.index(c.row))
-        points = [(c.numbers[wanted.x].ours, c.numbers[wanted.y].ours) for c in line]
-        axis.plot([x.mean for x, _ in points], [y.mean for _, y in points], "-", color=PALE, lw=2, zorder=1)
-        for cell in cells:
-            x, y = cell.numbers[wanted.x].ours, cell.numbers[wanted.y].ours
-            colour = COLOURS[0] if cell in line else COLOURS[1]
-            axis.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, fmt="o", ms=4.5, color=colour, lw=1, capsize=0)
-            axis.annotate(cell.row, (x.mean, y.mean), xytext=(5, 4), textcoords="offset points", fontsize=8, color=INK)
+    columns = list(block.block.columns)
+    joined = wanted.rows or tuple(r for r in block.block.shown_rows if r not in wanted.rivals)
+    axes = figure.subplots(1, max(len(columns), 2), squeeze=False)[0]
+    for axis in axes[len(columns) :]:
+        axis.axis("off")
+    for axis, column in zip(axes, columns, strict=False):
+        for rows, measure, colour in ((joined, wanted.y, COLOURS[0]), (wanted.rivals, wanted.rivals_y, COLOURS[1])):
+            measure = measure or wanted.y
+            found = [c for r in rows if (c := block.cell(r, column)) is not None and c.numbers[measure].ours.n]
+            points = [(c.row, c.numbers[wanted.x].ours, c.numbers[measure].ours) for c in found]
+            if rows is joined:
+                axis.plot([x.mean for _, x, _ in points], [y.mean for _, _, y in points], color=PALE, lw=2, zorder=1)
+            for name, x, y in points:
+                label = name if measure == wanted.y else f"{name} ({measure})"
+                axis.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, fmt="o", ms=4.5, color=colour, lw=1, capsize=0)
+                axis.annotate(label, (x.mean, y.mean), xytext=(5, 4), textcoords="offset points", fontsize=8, color=INK)
+        axis.margins(0.12)
         axis.set_xlabel(wanted.x)
         axis.set_ylabel(wanted.y)
         axis.set_title(column, loc="left", fontsize=10, color=INK)

@@ -60,7 +60,7 @@ def test_a_bar_on_each_seed_and_one_on_two_measures(tmp_path):
     [
         {},
         {"heatmap": {"x": "k_t", "y": "k_s", "measures": ["F1", "accuracy"]}},
-        {"curve": {"x": "accuracy", "y": "F1"}},
+        {"curve": {"x": "accuracy", "y": "F1", "rows": ["two"], "rivals": ["one"], "rivals_y": "accuracy"}},
     ],
 )
 def test_every_kind_of_picture_is_drawn_and_differs(tmp_path, changes):
