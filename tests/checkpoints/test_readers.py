@@ -103,6 +103,10 @@ def test_whole_module_under_a_key(tmp_path):
 class Colour(enum.Enum):
     RED = 1
 
+    def __reduce_ex__(self, protocol):
+        """As Python pickles them; some releases of 3.11 do it through getattr, which readers refuse from anybody."""
+        return Colour, (self.value,)
+
 
 class Config(dict):
     pass
