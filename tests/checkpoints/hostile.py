@@ -223,7 +223,7 @@ def main(folder: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outcomes = {}
     for path in json.loads((folder / "paths.json").read_text()):
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             read(Path(path))
             outcome = "was read"
@@ -231,7 +231,7 @@ def main(folder: Path) -> None:
             outcome = f"Problem: {problem}"
         except BaseException as error:  # the test wants to see whatever it is
             outcome = f"{type(error).__name__}: {error}"
-        outcomes[path] = (outcome, time.perf_counter() - start)
+        outcomes[path] = (outcome, time.process_time() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     json.dump({"outcomes": outcomes, "megabytes": (peak - before) / 1024}, sys.stdout)
 

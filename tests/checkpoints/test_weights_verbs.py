@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -61,10 +60,8 @@ def test_no_torch_before_it_is_needed(verb: list[str]) -> None:
         "import sys; from finetune_mile.verbs.weights import main\n"
         f"code = main({verb!r}); assert 'torch' not in sys.modules; sys.exit(code)"
     )
-    start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == (2 if verb[0] == "check" else 0), done.stderr
-    assert time.perf_counter() - start < 10
 
 
 def test_check_accounts_and_compares(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
