@@ -6,7 +6,7 @@ import difflib
 import importlib
 import sys
 
-from finetune_mile.problems import Problem
+from finetune_mile.problems import Problem, tell
 
 # Verb: (module with main(argv) -> exit code, what it does).
 VERBS: dict[str, tuple[str, str]] = {
@@ -39,9 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         code: int = importlib.import_module(VERBS[verb][0]).main(rest)
     except Problem as problem:
-        for sentence in problem.sentences:
-            sys.stderr.write(f"error: {sentence}\n")
-        return problem.code
+        return tell(problem)
     return code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
@@ -22,3 +23,10 @@ class Failed(Problem):
     """The command was right and the run failed all the same, such as one whose loss is not a number any more."""
 
     code = 1
+
+
+def tell(problem: Problem) -> int:
+    """Print each sentence as an error; the exit code."""
+    for sentence in problem.sentences:
+        sys.stderr.write(f"error: {sentence}\n")
+    return problem.code

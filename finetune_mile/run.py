@@ -17,7 +17,7 @@ from finetune_mile.flags import given_settings, parse
 from finetune_mile.images.checks import check_split, check_truth
 from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.plan import make_plan
-from finetune_mile.problems import Problem
+from finetune_mile.problems import Problem, tell
 from finetune_mile.recipe import OVER_ENVIRONMENTS
 from finetune_mile.runlog import RunFolder, check_free, next_folder
 from finetune_mile.settings import Resolved, check, read_yaml, resolve
@@ -30,9 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         resolved, path = prepare(options)
         return run(resolved, path, options)
     except Problem as problem:
-        for sentence in problem.sentences:
-            sys.stderr.write(f"error: {sentence}\n")
-        return problem.code
+        return tell(problem)
 
 
 def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:

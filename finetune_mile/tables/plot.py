@@ -154,7 +154,7 @@ def _curve(figure: SubFigure, block: BlockLedger) -> None:
     axes = figure.subplots(1, max(len(columns), 2), squeeze=False)[0]
     for axis in axes[len(columns) :]:
         axis.axis("off")
-    for axis, column in zip(axes, columns, strict=False):
+    for axis, column in zip(axes[: len(columns)], columns, strict=True):
         for rows, measure, colour in ((joined, wanted.y, COLOURS[0]), (wanted.rivals, wanted.rivals_y, COLOURS[1])):
             measure = measure or wanted.y
             found = [c for r in rows if (c := block.cell(r, column)) is not None and c.numbers[measure].ours.n]

@@ -13,7 +13,7 @@ from finetune_mile.flags import Parser
 from finetune_mile.images.checks import check_truth
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.sources import split_name
-from finetune_mile.problems import Problem
+from finetune_mile.problems import Problem, tell
 from finetune_mile.runlog import next_folder
 from finetune_mile.verbs.classifiers import check_model, run_folder
 from finetune_mile.verbs.predicting import predict_with, recipe_of
@@ -135,9 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run(parse(sys.argv[1:] if argv is None else argv))
     except Problem as problem:
-        for sentence in problem.sentences:
-            sys.stderr.write(f"error: {sentence}\n")
-        return 2
+        return tell(problem)
     except KeyboardInterrupt:
         return 130
 
