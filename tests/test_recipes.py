@@ -97,6 +97,20 @@ def test_the_recipe_follows_from_weights_and_data(flags, stem):
     assert why
 
 
+@pytest.mark.parametrize("init", ["simclr", "byol", "swav", "mocov2", "simclrv2-sk0", "simclrv2-sk1"])
+def test_finding_13_every_family_is_fine_tuned_with_mile(init, tmp_path, monkeypatch):
+    """README promises MILe; --init byol, swav and simclr ran softmax without a word."""
+    monkeypatch.setenv("IMAGENET_DIR", str(tmp_path))
+    assert resolve({"init": init, "fraction": 0.01}, []).recipe.method == "mile"
+
+
+def test_finding_7_byols_sweep_is_of_base_rates():
+    """BYOL's evaluation code scales a base rate by batch / 256; its sweep is {0.005, 0.01, 0.02, 0.05, 0.1}."""
+    for fraction, base in ((0.01, 0.05), (0.1, 0.02), (1.0, 0.02)):
+        recipe = solve(ROOT / "recipes/ssl/byol.yaml", fraction=fraction).recipe
+        assert recipe.optimizer.lr == pytest.approx(base * recipe.batch_size / 256)
+
+
 def test_simclrs_tensorflow_files_are_known_by_their_index(shared, tmp_path):
     source = shared / "checkpoints/simclrv2_tf1_sk1"
     (tmp_path / "model.ckpt-1.index").write_bytes((source / "model.ckpt-1.index").read_bytes())
@@ -140,7 +154,7 @@ def test_every_cell_of_a_table_is_a_recipe(name, count):
         assert recipe.fraction == float(column.removesuffix(" %")) / 100
         assert recipe.data == "imagenet"
         assert recipe.truth == "real"
-        assert recipe.method == ("mile" if "mile" in row else recipe.method)
+        assert recipe.method == ("mile" if "mile" in row else "softmax" if name == "ssl" else recipe.method)
         if "paper" in block:
             assert block["paper"][row][column]["accuracy"] > 0
         seen.add(recipe)
