@@ -7,7 +7,6 @@ target rule, a view and a list of images; one that belongs to anything else is m
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from finetune_mile.learning.phases import Phase, Soften
 from finetune_mile.learning.roles import Roles
 from finetune_mile.learning.stores import Block, LabelStore, encode
 from finetune_mile.learning.targets import make_targets
-from finetune_mile.runlog import whole_file
+from finetune_mile.runlog import remove_written, whole_file
 from finetune_mile.session import Session
 
 BLOCK = 32768  # images whose logits are held at a time: 131 MB with 1,000 classes
@@ -79,10 +78,10 @@ def _label_block(session: Session, roles: Roles, phase: Phase, part: Indices, ti
 def _make_room(folder: Path) -> None:
     """Drop the labels of other generations, and the leftovers of a kill."""
     folder.mkdir(parents=True, exist_ok=True)
-    for other in folder.parent.iterdir():
+    for other in folder.parent.glob("generation-*"):
         if other != folder:
-            shutil.rmtree(other)
-    for part in folder.glob(".*.part"):
+            remove_written(other.parent, (f"{other.name}/block-*.safetensors",))
+    for part in folder.glob(".block-*.part"):
         part.unlink()
 
 

@@ -224,6 +224,14 @@ def paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
 def merge(tree: dict[str, Any], over: Mapping[str, Any]) -> None:
     """Put `over` on top of `tree`, in place, key by key."""
     for key, value in over.items():

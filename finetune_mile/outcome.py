@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from finetune_mile.runlog import whole_file
+from finetune_mile.runlog import RunFolder, environment, whole_file
 
 LABEL_BATCH = 65536  # rows written at once
 
@@ -60,8 +64,64 @@ def _names(given: Tensor, classes: tuple[str, ...]) -> list[list[str]]:
     return [[classes[c] for c in row.nonzero().flatten().tolist()] for row in given > 0]
 
 
-def same_on_every_process(network: nn.Module, gather: Any) -> bool:
-    """Did all processes end with the same weights? Compares a sum that any difference moves."""
-    total = sum(p.detach().double().abs().sum() for p in network.parameters())
-    sums = gather(torch.as_tensor(total).reshape(1))
-    return bool((sums == sums[0]).all())
+def weight_spread(network: nn.Module) -> float:
+    """By how much the processes' weights differ, relative; all processes call it.
+
+    Sums are compared, on the CPU in double precision (MPS has none): any difference moves them.
+    """
+    total = sum(float(p.detach().cpu().double().abs().sum()) for p in network.parameters())
+    sums: list[float] = gather_object([total])
+    return (max(sums) - min(sums)) / max(max(sums), 1e-30)
+
+
+def warn_of_spread(spread: float) -> dict[str, object]:
+    """Warn where the processes ended with different weights, after the results are written; facts for run.json."""
+    if spread == 0:
+        return {}
+    sys.stderr.write(
+        f"warning: the processes ended with different weights (sums differ by {spread:.1e}, relative). The export has "
+        "those of the first process. A tiny difference can come from unlike GPUs; otherwise please report it.\n"
+    )
+    return {"processes_differ": spread}
+
+
+def open_on_main(
+    accelerator: Accelerator,
+    path: Path,
+    recipe: str,
+    notes: Mapping[str, Callable[[], object]],
+    facts: Mapping[str, object],
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> RunFolder:
+    """A run folder that the first process makes, or completes where it is resumed.
+
+    Args:
+        accelerator: for processes.
+        path: where it is.
+        recipe: its recipe.yaml.
+        notes: name.json to its content.
+        facts: for run.json, beside machine, versions and processes.
+        resume: the run was made before.
+        overwrite: replace a run.
+    """
+
+    def every_fact() -> dict[str, object]:
+        here = {"world_size": accelerator.num_processes, "device": str(accelerator.device)}
+        return {**facts, **here, "threads": torch.get_num_threads(), **environment()}
+
+    if accelerator.is_main_process:
+        if resume:
+            run = RunFolder.reopen(path)
+            run.complete(notes, every_fact)
+            began, now = run.info["world_size"], accelerator.num_processes
+            if began != now:
+                sys.stderr.write(
+                    f"warning: {path} began with {began} processes and continues with {now}; sums are rounded in "
+                    "another order, so the weights will differ in their last digits\n"
+                )
+        else:
+            RunFolder.create(path, recipe, overwrite=overwrite, notes=notes, facts=every_fact)
+    accelerator.wait_for_everyone()
+    return RunFolder.reopen(path)

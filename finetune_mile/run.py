@@ -10,6 +10,7 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
+from functools import partial
 
 from finetune_mile.checkpoints.cards import check_init, check_teacher
 from finetune_mile.checkpoints.locating import fetch_card
@@ -19,8 +20,8 @@ from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.plan import make_plan
 from finetune_mile.problems import Problem, tell
 from finetune_mile.recipe import OVER_ENVIRONMENTS
-from finetune_mile.runlog import RunFolder, check_free, next_folder
-from finetune_mile.settings import Resolved, check, read_yaml, resolve
+from finetune_mile.runlog import check_free, next_folder
+from finetune_mile.settings import Resolved, check, resolve, resumed_recipe
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,10 +37,8 @@ def main(argv: list[str] | None = None) -> int:
 def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
     """All that can be checked before torch is imported; no run folder is written."""
     if options.resume is not None:
-        path = options.resume / "recipe.yaml"
-        if not path.is_file():
-            raise Problem(f"--resume {options.resume}: not a run folder (it has no recipe.yaml)")
-        return check(read_yaml(path), {}, [], path, "--resume"), options.resume
+        path, tree = resumed_recipe(options.resume)
+        return check(tree, {}, [], path, "--resume"), options.resume
     resolved = resolve(given_settings(options), options.sets)
     split_name(resolved.recipe.data)
     check_init(resolved.recipe.init)
@@ -61,12 +60,11 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     from finetune_mile.checkpoints.teachers import load_teacher
     from finetune_mile.explain import explain
     from finetune_mile.images.bad_images import BadImages
-    from finetune_mile.images.pools import hold_out, make_pools
-    from finetune_mile.images.splits import choose
+    from finetune_mile.images.pools import labelled_pools
     from finetune_mile.images.truth import with_truth
     from finetune_mile.session import Session
     from finetune_mile.training import open_folder, play
-    from finetune_mile.watch import Signals
+    from finetune_mile.watch import Signals, stop_together
 
     recipe = resolved.recipe
     precision = devices.wanted_precision(recipe.precision)
@@ -80,8 +78,9 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     if recipe.method in OVER_ENVIRONMENTS and data.train.environment is None:
         raise Problem(f"--method {recipe.method} needs images from several environments, such as colored-mnist:DIR; "
                       f"--data {recipe.data} has none")  # fmt: skip
-    chosen = choose(data.train.ids, len(data.classes), recipe.fraction, recipe.split)
-    pools = hold_out(make_pools(data.train, recipe.fraction, recipe.seed, chosen), recipe.calibration, recipe.seed)
+    pools = labelled_pools(
+        data, fraction=recipe.fraction, seed=recipe.seed, split=recipe.split, calibration=recipe.calibration
+    )
     plan = make_plan(
         recipe, labelled=len(pools.indices["labelled"]),
         pool_sizes={name: len(members) for name, members in pools.indices.items()},
@@ -102,13 +101,15 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     with Signals() as signals:
         session = Session(
             recipe=recipe, accelerator=accelerator, data=data, pools=pools, card=card, how=how,
-            bad=BadImages(path / "bad_images.csv", recipe.data), tick=signals.raise_if_caught,
+            bad=BadImages(path / "bad_images.csv", recipe.data),
+            tick=signals.raise_if_caught if accelerator.num_processes == 1 else lambda: None,
+            stop=partial(stop_together, accelerator, signals, 0),
         )  # fmt: skip
         if accelerator.is_main_process:
             explain(resolved, session, plan, report, full=options.explain)
         if options.explain:
             return 0
-        folder = RunFolder.reopen(path) if options.resume else open_folder(session, path, report, options.overwrite)
+        folder = open_folder(session, path, report, resume=options.resume is not None, overwrite=options.overwrite)
         return play(session, plan, network, teacher, folder, signals)
 
 

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import glob
+import hashlib
 import json
 import os
 import platform
 import re
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from finetune_mile.problems import Problem
 
 KEPT_CHECKPOINTS = 2
 LOCK_SECONDS = 10.0  # loader processes outlive a kill by some seconds
+MADE_BY = {"made_by": "finetune_mile"}  # the mark in run.json of a folder that a run made
+LOCK = "checkpoints/.lock"
+
+# Every file that a run writes, as globs below its folder; --overwrite removes these and nothing else. The recipe is
+# the first to go and the last to come: a folder that has one can be resumed. {name} is the folder's own name, where
+# TensorBoard's files are.
+WRITTEN = (
+    "recipe.yaml", "init.json", "split.json", "metrics.jsonl", "results.json", "labels.parquet", "bad_images.csv",
+    "report.html", "views.png", "checkpoints/step-*.pt", "export/model.safetensors", "export/config.json",
+    "export/README.md", "export/checkpoint.ckpt", "pseudo_labels/generation-*/block-*.safetensors",
+    "{name}/events.out.tfevents.*", "{name}/*/events.out.tfevents.*", "{name}/*/hparams.yml",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -46,23 +63,57 @@ def next_folder(base: Path, name: str) -> Path:
 
 def check_free(folder: Path, overwrite: bool) -> None:
     """Refuse to write into a folder that holds something, unless it is a run that may be overwritten."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not (folder / "recipe.yaml").is_file():
-        raise Problem(f"--out {folder}: exists and is not a run folder; choose another name")
-    if not overwrite:
-        raise Problem(f"--out {folder}: holds a run; go on with --resume {folder}, or say --overwrite")
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            if not _made_by_run(folder):
+                raise Problem(f"--out {folder}: it is not empty and was not made by a run; choose another --out")
+            if not overwrite and (folder / "recipe.yaml").exists():  # without one, it was killed while it was made
+                raise Problem(
+                    f"--out {folder} holds a run: continue it with --resume {folder}, or replace it with --overwrite"
+                )
+        above = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise Problem(f"--out {folder}: {above} is not a folder that can be written; choose another --out")
+    except OSError as error:
+        raise Problem(f"--out {folder}: {error.strerror}; choose another --out") from error
+
+
+def _made_by_run(folder: Path) -> bool:
+    try:
+        info = read_info(folder)
+    except Problem:
+        return False
+    return info | MADE_BY == info or "finetune-mile" in info.get("versions", {})  # the first runs had no mark
+
+
+def read_info(folder: Path) -> dict[str, Any]:
+    """The content of run.json; empty where there is none."""
+    path = folder / "run.json"
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise Problem(f"{path} is damaged ({error}); restore it, or start a new run") from error
+    if not isinstance(info, dict):
+        raise Problem(f"{path} is damaged (it is not a JSON object); restore it, or start a new run")
+    return info
+
+
+def recipe_hash(tree: Mapping[str, Any]) -> str:
+    """A hash of the settings in a recipe.yaml; comments and layout do not count."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path, seconds: float | None = None) -> Iterator[None]:
     """Hold a run folder: two processes that write into it would spoil it. A process that died holds nothing."""
     from filelock import FileLock, Timeout
 
-    lock = FileLock(folder / "checkpoints/.lock")
+    lock = FileLock(folder / LOCK)
     try:
         with contextlib.suppress(NotImplementedError):  # a file system without locks
-            lock.acquire(timeout=LOCK_SECONDS)
+            lock.acquire(timeout=LOCK_SECONDS if seconds is None else seconds)
     except Timeout as error:
         raise Problem(f"{folder}: another process is at work on this run; wait for it, or stop it first") from error
     try:
@@ -81,28 +132,60 @@ class RunFolder:
         self._started = time.monotonic()
 
     @classmethod
-    def create(cls, path: Path, recipe_yaml: str, *, overwrite: bool) -> RunFolder:
-        """Make the folder, with its recipe in it, in one rename."""
+    def create(
+        cls,
+        path: Path,
+        recipe_yaml: str,
+        *,
+        overwrite: bool,
+        notes: Mapping[str, Callable[[], object]] | None = None,
+        facts: Callable[[], Mapping[str, object]] = dict,
+    ) -> RunFolder:
+        """Make the folder with its recipe, its notes and run.json: complete, or not there after a kill.
+
+        Args:
+            path: where to; of a run that is there only the files that runs write are removed.
+            recipe_yaml: the settings.
+            overwrite: replace a run.
+            notes: name.json to its content.
+            facts: for run.json.
+        """
         check_free(path, overwrite)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            with alone(path):
-                shutil.rmtree(path)
+        _remove_leftovers(path)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         (part / "checkpoints").mkdir(parents=True)
-        (part / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
-        part.rename(path)
-        run = cls(path)
-        run._info["began"] = datetime.now(UTC).isoformat(timespec="milliseconds")
+        with alone(part):
+            run = cls(part)
+            (part / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
+            run.complete(notes or {}, facts)
+            if path.is_dir() and any(path.iterdir()):
+                try:
+                    _replace(path, part)
+                finally:
+                    _discard(part)
+            else:
+                part.rename(path)
+        run.path, run.checkpoints = path, path / "checkpoints"
         return run
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
         """A run that was made before."""
         run = cls(path)
-        if (path / "run.json").is_file():
-            run._info = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        run._info = read_info(path)
         return run
+
+    def complete(self, notes: Mapping[str, Callable[[], object]], facts: Callable[[], Mapping[str, object]]) -> None:
+        """Write the notes and the facts of run.json that are not there yet."""
+        for name, content in notes.items():
+            if not (self.path / name).is_file():
+                write_json(self.path / name, content())
+        if self._info | MADE_BY != self._info or "recipe_sha256" not in self._info:
+            tree = yaml.safe_load((self.path / "recipe.yaml").read_text(encoding="utf-8"))
+            began = datetime.now(UTC).isoformat(timespec="milliseconds")
+            known = {**MADE_BY, "began": began, "recipe_sha256": recipe_hash(tree), "recipe": tree, **facts()}
+            self.update(**({"status": "running"} | known | self._info))
 
     def update(self, **facts: object) -> None:
         """Write facts into run.json; seconds go on from an earlier session."""
@@ -153,8 +236,59 @@ class RunFolder:
 
     def prune(self) -> None:
         """Keep the newest checkpoints only, and no leftovers of a kill."""
-        for path in [*self.saved()[:-KEPT_CHECKPOINTS], *self.checkpoints.glob(".*.part")]:
+        for path in [*self.saved()[:-KEPT_CHECKPOINTS], *self.checkpoints.glob(".step-*.pt.part")]:
             path.unlink(missing_ok=True)
+
+
+def remove_written(folder: Path, patterns: tuple[str, ...] = WRITTEN) -> None:
+    """Remove files that a run writes, the leftovers of writing them, and folders that are empty then."""
+    for pattern in patterns:
+        head, _, last = pattern.format(name=glob.escape(folder.name)).rpartition("/")
+        for one in (last, f".{last}.part"):
+            for path in [*folder.glob(f"{head}/{one}" if head else one)]:
+                if not path.is_dir() or path.is_symlink():
+                    path.unlink()
+    for pattern in dict.fromkeys(p.rpartition("/")[0] for p in reversed(patterns)):
+        for path in folder.glob(pattern.format(name=glob.escape(folder.name))) if pattern else ():
+            if not path.is_symlink() and not any(path.iterdir()):
+                path.rmdir()
+
+
+def _replace(path: Path, part: Path) -> None:
+    """Put a new run, complete in `part`, in the place of an old one; what no run wrote is kept and named."""
+    with alone(path):
+        remove_written(path)
+        kept = [*_kept(path)]
+        (path / "checkpoints").mkdir(exist_ok=True)
+        files = [new for new in part.iterdir() if new.is_file()]
+        for new in sorted(files, key=lambda new: (new.name == "recipe.yaml", new.name == "run.json")):
+            new.replace(path / new.name)
+    if kept:
+        sys.stderr.write(f"--overwrite {path}: kept what a run did not write: {', '.join(kept)}\n")
+
+
+def _kept(folder: Path) -> Iterator[str]:
+    for entry in sorted(folder.iterdir()):
+        if entry.name in ("checkpoints", "export") and not entry.is_symlink():
+            yield from (f"{entry.name}/{inner.name}" for inner in sorted(entry.iterdir()) if inner.name != ".lock")
+        elif entry.name != "run.json":
+            yield entry.name
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what a process that was killed while it made this run left beside it."""
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        if not re.fullmatch(r"\d+", part.suffixes[-2][1:]) or not part.is_dir():
+            continue  # not a process number: not ours
+        (part / "checkpoints").mkdir(exist_ok=True)
+        with contextlib.suppress(Problem), alone(part, seconds=0.0):  # a process that is alive holds it
+            _discard(part)
+
+
+def _discard(part: Path) -> None:
+    remove_written(part, (*WRITTEN, "run.json", LOCK))
+    if not any(part.iterdir()):
+        part.rmdir()
 
 
 def environment() -> dict[str, object]:

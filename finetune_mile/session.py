@@ -53,7 +53,8 @@ class Session:
     card: Card
     how: Preprocess
     bad: BadImages
-    tick: Callable[[], None]  # looked at between batches outside of training; it may raise to stop
+    tick: Callable[[], None]  # called between batches outside of training; it may raise to stop
+    stop: Callable[[], None]  # called by all processes at the same place; raises on all of them, or on none
 
     @property
     def num_classes(self) -> int:
@@ -114,6 +115,7 @@ class Session:
             self.accelerator, network, views, indices, self.prepare,
             batch_size=share, workers=self.workers, tick=tick or self.tick,
         )  # fmt: skip
+        self.stop()
         bad = torch.from_numpy(np.isin(indices, list(views.bad))).to(self.accelerator.device)
         bad = self.accelerator.reduce(bad.int(), reduction="sum").cpu() > 0  # each process knows its own
         if bool((logits.isnan().all(1) & ~bad).any()):  # must not pass for bad images

@@ -18,31 +18,25 @@ from finetune_mile.learning import saving
 from finetune_mile.learning.loop import Average, train
 from finetune_mile.learning.optim import make_optimizer, parameter_groups, rate_at
 from finetune_mile.learning.roles import Roles, copy_into
-from finetune_mile.outcome import same_on_every_process, write_labels
+from finetune_mile.outcome import open_on_main, warn_of_spread, weight_spread, write_labels
 from finetune_mile.pages.model_card import model_card
 from finetune_mile.pages.report import gallery_images, write_report
 from finetune_mile.plan import Plan, labels_once_per_cycle
-from finetune_mile.problems import Problem
-from finetune_mile.runlog import RunFolder, environment, whole_file, write_json
+from finetune_mile.runlog import RunFolder, whole_file, write_json
 from finetune_mile.session import Session
 from finetune_mile.settings import to_yaml
 from finetune_mile.watch import Signals, Watch, recorded
 
 
-def open_folder(session: Session, path: Path, report: LoadReport, overwrite: bool) -> RunFolder:
-    """Make the run folder with all that is known before the first step; the first process does it."""
+def open_folder(session: Session, path: Path, report: LoadReport, *, resume: bool, overwrite: bool) -> RunFolder:
+    """The run folder with all that is known before the first step; the first process makes or completes it."""
     recipe, accelerator = session.recipe, session.accelerator
-    folder = RunFolder(path)
-    if accelerator.is_main_process:
-        folder = RunFolder.create(path, to_yaml(recipe), overwrite=overwrite)
-        write_json(path / "init.json", report.to_json())
-        write_json(path / "split.json", session.pools.to_json(recipe.fraction, recipe.seed))
-        folder.update(
-            status="running", card=session.card.model_dump(mode="json"), world_size=accelerator.num_processes,
-            device=str(accelerator.device), threads=torch.get_num_threads(), **environment(),
-        )  # fmt: skip
-    accelerator.wait_for_everyone()
-    return folder
+    notes = {
+        "init.json": report.to_json,
+        "split.json": lambda: session.pools.to_json(recipe.fraction, recipe.seed),
+    }
+    facts = {"card": session.card.model_dump(mode="json")}
+    return open_on_main(accelerator, path, to_yaml(recipe), notes, facts, resume=resume, overwrite=overwrite)
 
 
 def play(
@@ -52,10 +46,12 @@ def play(
 
     def work() -> dict[str, object]:
         learner, watch = _train(session, plan, network, teacher, folder, signals)
+        spread = weight_spread(network)
         _finish(session, learner, folder)
-        return {"images_per_second": round(watch.images_seen / watch.busy_seconds, 1) if watch.busy_seconds else None}
+        speed = round(watch.images_seen / watch.busy_seconds, 1) if watch.busy_seconds else None
+        return {"images_per_second": speed, **warn_of_spread(spread)}
 
-    return recorded(session.accelerator, folder, work)
+    return recorded(session.accelerator, folder, signals, work)
 
 
 def _train(
@@ -73,7 +69,7 @@ def _train(
     if recipe.track != "none":
         accelerator.init_trackers(folder.path.name, config={"recipe": to_yaml(recipe)})
 
-    content = saving.load_latest(folder)
+    content = saving.load_together(folder, accelerator)
     step = 0
     if content is not None:
         step = saving.restore(content, accelerator, roles=roles, optimizer=optimizer, average=average)
@@ -115,8 +111,6 @@ def _train(
             accelerator, wrapped, roles, plan.phases, optimizer, rate_of(session, plan), loop,
             average=average, first_step=step, on_step=watch,
         )  # fmt: skip
-    if not same_on_every_process(network, accelerator.gather):
-        raise Problem("the processes ended with different weights: this is a bug, please report it")
     learner = network
     if average is not None:
         learner = copy.deepcopy(network)

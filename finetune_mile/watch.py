@@ -25,6 +25,7 @@ from finetune_mile.problems import Failed, Problem
 from finetune_mile.runlog import RunFolder, alone
 
 SHORT_IMITATION = 50  # steps; with `rho: auto`, shorter ones lost accuracy
+SAME_SIGNAL = 1.0  # seconds
 AGREE_EVERY = 8  # steps between two looks at whether another process was told to stop
 
 
@@ -37,10 +38,15 @@ class Stopped(Exception):
 
 
 class Signals:
-    """SIGTERM and SIGINT become a flag that is looked at between steps; a second one ends at once."""
+    """SIGTERM and SIGINT become a flag that is looked at between steps; a second Ctrl-C ends at once.
+
+    Launchers repeat what they get: SLURM signals every process, and torchrun then signals its own once more. So a
+    second SIGTERM, or a SIGINT within a second of the first, counts as the same.
+    """
 
     def __init__(self) -> None:
         self.caught: int | None = None
+        self._caught_at = 0.0
         self._before = {s: signal.signal(s, self._catch) for s in (signal.SIGTERM, signal.SIGINT)}
 
     def __enter__(self) -> Signals:
@@ -51,9 +57,10 @@ class Signals:
             signal.signal(signum, handler)
 
     def _catch(self, signum: int, _: FrameType | None) -> None:
-        if self.caught is not None:
+        if self.caught is None:
+            self.caught, self._caught_at = signum, time.monotonic()
+        elif signum == signal.SIGINT and time.monotonic() - self._caught_at > SAME_SIGNAL:
             raise KeyboardInterrupt
-        self.caught = signum
 
     def raise_if_caught(self) -> None:
         """Stop in the middle of something that can be done again."""
@@ -74,12 +81,15 @@ def stop_together(accelerator: Accelerator, signals: Signals, step: int) -> None
     signals.raise_if_caught()
 
 
-def recorded(accelerator: Accelerator, folder: RunFolder, work: Callable[[], dict[str, object]]) -> int:
+def recorded(
+    accelerator: Accelerator, folder: RunFolder, signals: Signals, work: Callable[[], dict[str, object]]
+) -> int:
     """Do a run's work with its status kept in run.json; returns the exit code.
 
     Args:
         accelerator: for processes.
         folder: the run's.
+        signals: whether it was asked to stop.
         work: trains what is left and finishes; returns facts for run.json.
     """
     if folder.info.get("status") == "finished" and (folder.path / "results.json").is_file():
@@ -94,14 +104,17 @@ def recorded(accelerator: Accelerator, folder: RunFolder, work: Callable[[], dic
             record(status="finished", **facts)
         except Stopped as stopped:
             record(status="stopped", signal=str(stopped))
-            accelerator.print(f"stopped; go on with --resume {folder.path}")
+            accelerator.print(f"stopped; continue with --resume {folder.path}")
             return 128 + stopped.signum
-        except Problem as problem:
-            record(status="failed", error=str(problem))
-            raise
         except BaseException as error:
-            record(status="failed", error=repr(error))
-            raise
+            words = str(error) if isinstance(error, Problem) else repr(error)
+            if signals.caught is None:
+                record(status="failed", error=words)
+                raise
+            # Told to stop, and something broke on the way: another process left first, or a second Ctrl-C came.
+            record(status="stopped", signal=signal.Signals(signals.caught).name, error=words)
+            accelerator.print(f"stopped ({words}); continue from the last checkpoint with --resume {folder.path}")
+            return 128 + signals.caught
     accelerator.end_training()
     return 0
 

@@ -6,6 +6,7 @@ B batch, H and W height and width.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
@@ -184,9 +185,19 @@ def _as_it_is(batch: Any) -> Any:
 def batches(views: Views, keys: Iterable[list[Key]], *, workers: int, pin: bool) -> Iterator[Batch]:
     """Batches for lists of keys, in their order, read ahead by `workers` processes."""
     loader = DataLoader(
-        _Looks(views), batch_sampler=keys, num_workers=workers, collate_fn=_as_it_is, pin_memory=pin
+        _Looks(views), batch_sampler=keys, num_workers=workers, collate_fn=_as_it_is, pin_memory=pin,
+        worker_init_fn=_outlive_sigterm,
     )  # fmt: skip
     return _listing_bad(views, iter(loader))
+
+
+def _outlive_sigterm(worker: int) -> None:
+    """SLURM, systemd and torchrun send SIGTERM to every process: a loader must outlive it, so that the run can save.
+
+    It ends when the run asks it to, or when the run is gone.
+    """
+    del worker
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class _Looks(Dataset[tuple[Batch, dict[int, str]]]):

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune_mile.images.imageset import ImageSet
-from finetune_mile.images.splits import Chosen
+from finetune_mile.images.imageset import Data, ImageSet
+from finetune_mile.images.splits import Chosen, choose
 from finetune_mile.images.subsets import Indices, fingerprint, stratified
 from finetune_mile.learning.phases import Pool
 from finetune_mile.problems import Problem
@@ -44,6 +44,22 @@ class Pools:
         }
 
 
+def labelled_pools(
+    data: Data, *, fraction: float, seed: int, split: str | None = None, calibration: float = 0.0
+) -> Pools:
+    """The pools of a run: the images that a list or the fraction keeps labelled, less those that are held out.
+
+    Args:
+        data: all of it.
+        fraction: the share of the labels that is used.
+        seed: of the draws.
+        split: a list of the labelled images; None: the published one for this data and fraction, or a draw.
+        calibration: the share of the labelled images that no phase trains on.
+    """
+    chosen = choose(data.train.ids, len(data.classes), fraction, split)
+    return hold_out(make_pools(data.train, fraction, seed, chosen), calibration, seed)
+
+
 def make_pools(images: ImageSet, fraction: float, seed: int, chosen: Chosen | None = None) -> Pools:
     """Keep the labels of some of `images` and hide the rest.
 
@@ -73,6 +89,11 @@ def make_pools(images: ImageSet, fraction: float, seed: int, chosen: Chosen | No
     )
 
 
+def held_out_share(share: float, labelled: int) -> float:
+    """The share of so many labelled images that is held out: at least 500 of them, or a fifth where they are few."""
+    return max(share, min(LEAST_CALIBRATION / labelled, MOST_CALIBRATION)) if share else 0.0
+
+
 def hold_out(pools: Pools, share: float, seed: int) -> Pools:
     """Take a share of the labelled images, of each class, out of every pool: the calibration images of `rho: auto`.
 
@@ -88,7 +109,7 @@ def hold_out(pools: Pools, share: float, seed: int) -> Pools:
     labelled, given = pools.indices["labelled"], pools.images.given
     if given.ndim == 2:
         raise Problem(f"{WHY_HELD_OUT} need one given label per image; these have sets of labels")
-    share = max(share, min(LEAST_CALIBRATION / len(labelled), MOST_CALIBRATION))
+    share = held_out_share(share, len(labelled))
     labels = given[torch.from_numpy(labelled)].numpy()
     spare = np.flatnonzero(np.bincount(labels)[labels] > 1)
     ids = [pools.images.ids[i] for i in labelled[spare]]

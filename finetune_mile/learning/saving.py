@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from finetune_mile.learning.loop import Average
 from finetune_mile.learning.roles import Roles
@@ -70,6 +75,7 @@ def write(folder: RunFolder, accelerator: Accelerator, step: int, content: dict[
         return
     content = content | {
         "step": step,
+        "run": folder.info.get("recipe_sha256"),
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         "random": states,
     }
@@ -78,17 +84,72 @@ def write(folder: RunFolder, accelerator: Accelerator, step: int, content: dict[
     folder.prune()
 
 
-def load_latest(folder: RunFolder) -> dict[str, Any] | None:
-    """The newest checkpoint's content on the CPU; None where the run had not saved one yet."""
-    paths = folder.saved()
-    return _read(paths[-1]) if paths else None
+def load_latest(folder: RunFolder, warn: Callable[[str], object]) -> dict[str, Any] | None:
+    """The content of the newest checkpoint that is good, on the CPU; None where the run had not saved one yet.
+
+    Args:
+        folder: the run's.
+        warn: told of each damaged one, in a sentence.
+    """
+    paths = folder.saved()[::-1]
+    for path, older in itertools.zip_longest(paths, paths[1:]):
+        try:
+            return _read(path, folder.info.get("recipe_sha256"))
+        except _Damaged as why:
+            if older is None:
+                raise Problem(
+                    f"{folder.path} has no usable checkpoint: {path.name} {why}; restore a good one, or start again "
+                    f"with --recipe {folder.path / 'recipe.yaml'} --out DIR"
+                ) from why
+            warn(f"checkpoint {path.name} {why}; continuing from the one before, {older.name}")
+    return None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def load_together(folder: RunFolder, accelerator: Accelerator) -> dict[str, Any] | None:
+    """`load_latest` on all processes: the first one chooses, so that none starts from another step."""
+    chosen: list[Any] = [None]
+    content: dict[str, Any] | None = None
+    if accelerator.is_main_process:
+        try:
+            content = load_latest(folder, lambda sentence: sys.stderr.write(f"warning: {sentence}\n"))
+            chosen = [None if content is None else content["step"]]
+        except Problem as problem:
+            chosen = [problem.sentences]
+    broadcast_object_list(chosen)
+    if isinstance(chosen[0], tuple):
+        raise Problem(*chosen[0])
+    if chosen[0] is None or content is not None:
+        return content
+    return _read(folder.checkpoint_path(chosen[0]), None)
+
+
+class _Damaged(Exception):
+    """Why a checkpoint is not used."""
+
+
+def _read(path: Path, run: str | None) -> dict[str, Any]:
+    """A checkpoint's content.
+
+    torch writes a CRC-32 of every record and does not compare it when it loads: one flipped bit would be trained on.
+
+    Args:
+        path: its file.
+        run: the hash of the recipe that it must belong to; None: any.
+    """
+    if not path.is_file():
+        raise _Damaged("is not a file")
     try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError) as error:
-        raise Problem(f"checkpoint {path} is damaged ({error}); remove it to go on from the one before") from error
+        with zipfile.ZipFile(path) as records:
+            spoilt = records.testzip()
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a reader trips over: the file is not what was written
+        raise _Damaged(f"is damaged ({str(error).splitlines()[0] if str(error) else type(error).__name__})") from error
+    if spoilt is not None:
+        raise _Damaged(f"is damaged (the checksum of {spoilt} is wrong)")
+    if not isinstance(content, dict) or "run" not in content:
+        raise _Damaged("was not written by this version of finetune_mile")
+    if run is not None and content["run"] != run:
+        raise _Damaged("belongs to another run")
     return content
 
 

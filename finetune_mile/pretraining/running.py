@@ -12,13 +12,12 @@ from finetune_mile.display import Display
 from finetune_mile.learning import saving
 from finetune_mile.learning.optim import decay_groups, make_optimizer, rate_at
 from finetune_mile.networks.heads import build
-from finetune_mile.outcome import same_on_every_process
+from finetune_mile.outcome import open_on_main, warn_of_spread, weight_spread
 from finetune_mile.pages.pretrain_report import write_report
 from finetune_mile.pretraining.looping import Recorder, restore, save, train
 from finetune_mile.pretraining.methods import METHODS
 from finetune_mile.pretraining.session import Session
-from finetune_mile.problems import Problem
-from finetune_mile.runlog import RunFolder, environment, whole_file, write_json
+from finetune_mile.runlog import RunFolder, whole_file, write_json
 from finetune_mile.settings import to_yaml
 from finetune_mile.watch import Signals, recorded
 
@@ -34,18 +33,11 @@ def make_method(session: Session) -> nn.Module:
     return METHODS[recipe.method](trunk, features, recipe, session.steps)
 
 
-def open_folder(session: Session, path: Path, overwrite: bool) -> RunFolder:
-    """Make the run folder with all that is known before the first step; the first process does it."""
-    accelerator = session.accelerator
-    folder = RunFolder(path)
-    if accelerator.is_main_process:
-        folder = RunFolder.create(path, to_yaml(session.recipe), overwrite=overwrite)
-        folder.update(
-            status="running", verb="pretrain", world_size=accelerator.num_processes, images=len(session.images),
-            device=str(accelerator.device), threads=torch.get_num_threads(), **environment(),
-        )  # fmt: skip
-    accelerator.wait_for_everyone()
-    return folder
+def open_folder(session: Session, path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
+    """The run folder with all that is known before the first step; the first process makes or completes it."""
+    facts = {"verb": "pretrain", "images": len(session.images)}
+    recipe = to_yaml(session.recipe)
+    return open_on_main(session.accelerator, path, recipe, {}, facts, resume=resume, overwrite=overwrite)
 
 
 def play(session: Session, method: nn.Module, folder: RunFolder, signals: Signals) -> int:
@@ -54,11 +46,12 @@ def play(session: Session, method: nn.Module, folder: RunFolder, signals: Signal
     def work() -> dict[str, object]:
         session.keep()
         before, recorder = _train(session, method, folder, signals)
+        spread = weight_spread(method)
         _finish(session, method, folder, before)
         pace = 1000 * recorder.busy_seconds / recorder.steps_seen if recorder.steps_seen else None
-        return {"milliseconds_per_step": None if pace is None else round(pace, 1)}
+        return {"milliseconds_per_step": None if pace is None else round(pace, 1), **warn_of_spread(spread)}
 
-    return recorded(session.accelerator, folder, work)
+    return recorded(session.accelerator, folder, signals, work)
 
 
 def _train(session: Session, method: nn.Module, folder: RunFolder, signals: Signals) -> tuple[float | None, Recorder]:
@@ -71,7 +64,7 @@ def _train(session: Session, method: nn.Module, folder: RunFolder, signals: Sign
     groups = decay_groups(method.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     bare = make_optimizer(settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov)
     wrapped, optimizer = accelerator.prepare(method, bare)
-    content = saving.load_latest(folder)
+    content = saving.load_together(folder, accelerator)
     step = 0
     if content is not None:
         step = restore(content, accelerator, method, optimizer)
@@ -96,8 +89,6 @@ def _train(session: Session, method: nn.Module, folder: RunFolder, signals: Sign
             accelerator, method, wrapped, optimizer, session.feed(step), rate,
             first_step=step, total_steps=recipe.steps, clip=settings.clip, on_step=recorder,
         )  # fmt: skip
-    if not same_on_every_process(method, accelerator.gather):
-        raise Problem("the processes ended with different weights: this is a bug, please report it")
     return before, recorder
 
 

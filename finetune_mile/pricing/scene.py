@@ -51,7 +51,7 @@ class NetworkFacts:
 def look_at_data(recipe: Recipe) -> Scene:
     """Count the images: of the data itself where it is here, of its published description where it is known."""
     try:
-        return _counted(recipe.data, recipe.fraction, recipe.seed, recipe.split)
+        return _counted(recipe.data, recipe.fraction, recipe.seed, recipe.split, recipe.calibration)
     except Problem as problem:
         scheme = recipe.data.partition(":")[0]
         if recipe.data == "hf:ILSVRC/imagenet-1k":
@@ -62,7 +62,12 @@ def look_at_data(recipe: Recipe) -> Scene:
     labelled = round(recipe.fraction * train)
     if scheme == "imagenet":
         labelled = IMAGENET_LISTS.get(recipe.fraction, labelled)
-    pools: dict[Pool, int] = {"labelled": labelled, "unlabelled": train - labelled, "all": train}
+    from finetune_mile.images.pools import held_out_share
+
+    held_out = round(labelled * held_out_share(recipe.calibration, labelled))
+    pools: dict[Pool, int] = {
+        "labelled": labelled - held_out, "unlabelled": train - labelled, "all": train - held_out,
+    }  # fmt: skip
     return Scene(pools=pools, val=val, classes=classes, here=False, in_memory=False)
 
 
@@ -73,13 +78,11 @@ def opened(data: str) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _counted(data: str, fraction: float, seed: int, split: str | None) -> Scene:
-    from finetune_mile.images.pools import make_pools
-    from finetune_mile.images.splits import choose
+def _counted(data: str, fraction: float, seed: int, split: str | None, calibration: float) -> Scene:
+    from finetune_mile.images.pools import labelled_pools
 
     found = opened(data)
-    chosen = choose(found.train.ids, len(found.classes), fraction, split)
-    pools = make_pools(found.train, fraction, seed, chosen)
+    pools = labelled_pools(found, fraction=fraction, seed=seed, split=split, calibration=calibration)
     return Scene(
         pools={name: len(members) for name, members in pools.indices.items()}, val=len(found.val),
         classes=len(found.classes), here=True, in_memory=found.train.in_memory,

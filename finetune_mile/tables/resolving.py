@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from finetune_mile.flags import given_settings, parse
+from finetune_mile.layers import flat
 from finetune_mile.problems import Problem
 from finetune_mile.recipe import Method
 from finetune_mile.settings import Resolved, resolve
@@ -83,7 +84,7 @@ def _other_verb(job: Job) -> dict[str, Any]:
 def _used(tree: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
     """A recipe with dotted keys, without the blocks of methods that it does not use."""
     idle = {method.replace("-", "_") for method in methods if method != tree["method"]}
-    return dotted({key: value for key, value in tree.items() if key not in idle})
+    return flat({key: value for key, value in tree.items() if key not in idle})
 
 
 def resolve_anywhere(flags: Mapping[str, Any], sets: list[str]) -> tuple[Resolved, bool]:
@@ -94,14 +95,6 @@ def resolve_anywhere(flags: Mapping[str, Any], sets: list[str]) -> tuple[Resolve
         if flags.get("data", "imagenet") != "imagenet":
             raise
     return resolve({**flags, "data": NO_IMAGENET}, sets), False
-
-
-def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def hash_of(tree: Mapping[str, Any]) -> str:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune_mile.layers import flat
 from finetune_mile.problems import Problem
 from finetune_mile.settings import read_yaml
 from finetune_mile.tables.cells import Job, Key
-from finetune_mile.tables.resolving import ASIDE, NO_IMAGENET, Meaning, dotted
+from finetune_mile.tables.resolving import ASIDE, NO_IMAGENET, Meaning
 
 Status = Literal["done", "stale", "stopped", "failed", "not run"]
 
@@ -74,7 +75,7 @@ def _look_at(job: Job, meaning: Meaning, runs: Path) -> State:
 
 def differences(job: Job, meaning: Meaning, runs: Path) -> list[str]:
     """Settings in which the run in the folder is not what the table asks for now."""
-    was = dotted(read_yaml(job.folder / "recipe.yaml"))
+    was = flat(read_yaml(job.folder / "recipe.yaml"))
     now = {key: job.filled(value) for key, value in meaning.tree.items()} | {"seed": job.key.seed}
     now.pop("recipe", None)
     if now.get("epochs") is not None and was.get("epochs") is None:

@@ -11,8 +11,8 @@ from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.pretraining.recipe import Method
 from finetune_mile.pretraining.settings import Resolved, check, resolve
 from finetune_mile.problems import Problem
-from finetune_mile.runlog import RunFolder, check_free, next_folder
-from finetune_mile.settings import read_yaml
+from finetune_mile.runlog import check_free, next_folder
+from finetune_mile.settings import resumed_recipe
 
 SETTINGS = ("recipe", "method", "data", "arch", "steps", "batch_size", "lr", "seed")
 
@@ -58,10 +58,7 @@ def main(argv: list[str]) -> int:
 def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
     """All that can be checked before torch is imported; nothing is written."""
     if options.resume is not None:
-        path = options.resume / "recipe.yaml"
-        if not path.is_file():
-            raise Problem(f"--resume {options.resume}: not a run folder (it has no recipe.yaml)")
-        tree = read_yaml(path)
+        path, tree = resumed_recipe(options.resume)
         if "views" not in tree:
             raise Problem(f"--resume {options.resume}: not a pre-training run; resume it with finetune_mile/run.py")
         return check(tree, {}, [], path, "--resume"), options.resume
@@ -100,5 +97,5 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
             describe(resolved, session, method, full=options.explain)
         if options.explain:
             return 0
-        folder = RunFolder.reopen(path) if options.resume else open_folder(session, path, options.overwrite)
+        folder = open_folder(session, path, resume=options.resume is not None, overwrite=options.overwrite)
         return play(session, method, folder, signals)

@@ -88,3 +88,75 @@ def test_twenty_kills_change_nothing(tmp_path, signum):
     expected = whole(tmp_path)
     found = kill_often(tmp_path, signum, 20, seed=1)
     assert all(found[name].equal(expected[name]) for name in expected)
+
+
+# ------------------------------------------------------------------------------------ signals of schedulers
+
+LAUNCHERS = {
+    "python": [sys.executable],
+    "accelerate": [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+}
+
+
+def launch_group(launcher, *flags):
+    """Start a run in a process group of its own, as SLURM, systemd and docker do."""
+    return subprocess.Popen(
+        [*LAUNCHERS[launcher], str(ROOT / "finetune_mile/run.py"), *flags],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "FINETUNE_MILE_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def status_of(out):
+    return json.loads((out / "run.json").read_text())["status"]
+
+
+def check_f10(tmp_path, launcher, workers):
+    """SIGTERM to the whole process group: loaders died first, the run ended as failed and saved nothing."""
+    flags = [*FLAGS, "--steps", "60", "--set", "checkpoint_every=1000", "--set", f"workers={workers}"]
+    flags += ["--k-t", "20", "--k-s", "10"]
+    out = tmp_path / "run"
+    process = launch_group(launcher, *flags, "--out", str(out))
+    wait_for_steps(process, out, 13)
+    os.killpg(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)  # accelerate's launcher dies at once, its child holds the pipe
+    assert status_of(out) == "stopped", errors
+    assert "Traceback" not in errors.replace('Traceback (most recent call last):\n  File "<frozen runpy>', ""), errors
+    info = json.loads((out / "run.json").read_text())
+    assert info["signal"] == "SIGTERM"
+    saved = [int(path.stem.removeprefix("step-")) for path in (out / "checkpoints").glob("step-*.pt")]
+    logged = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert max(saved) == max(r["step"] for r in logged if r["kind"] == "train"), "the step at which it stopped is saved"
+    resumed = launch_group(launcher, "--resume", str(out))
+    _, errors = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, errors
+    complete = launch_group(launcher, *flags, "--out", str(tmp_path / "complete"))
+    _, errors = complete.communicate(timeout=300)
+    assert complete.returncode == 0, errors
+    found, expected = (load_file(folder / "export/model.safetensors") for folder in (out, tmp_path / "complete"))
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_f10_sigterm_to_the_group_saves_though_loaders_get_it_too(tmp_path):
+    check_f10(tmp_path, "python", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_f10_sigterm_to_the_group_with_every_launcher(tmp_path, launcher, workers):
+    check_f10(tmp_path, launcher, workers)
+
+
+def test_two_sigterms_are_one(tmp_path):
+    """torchrun repeats to its processes what SLURM has sent to all of them."""
+    out = tmp_path / "run"
+    process = start(*FLAGS, "--out", str(out))
+    wait_for_steps(process, out, 5)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "Traceback" not in errors
+    assert status_of(out) == "stopped"

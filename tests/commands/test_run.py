@@ -142,3 +142,17 @@ def test_what_only_the_data_can_tell(flags, sentence, tmp_path, capsys):
     assert main([*SHORT_MILE, *flags, "--out", str(tmp_path / "run")]) == 2
     assert sentence in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_finding_16_processes_that_differ_get_their_results_and_a_warning(run_demo, monkeypatch, capsys):
+    """The check of equal weights raised before the results were written, and again on every resume."""
+    from finetune_mile import outcome
+
+    monkeypatch.setattr(outcome, "gather_object", lambda totals: [totals[0], totals[0] * (1 + 1e-9)])
+    out = run_demo("run", *SHORT_MILE)
+    assert (out / "results.json").is_file()
+    assert (out / "export/model.safetensors").is_file()
+    info = json.loads((out / "run.json").read_text())
+    assert info["status"] == "finished"
+    assert info["processes_differ"] == pytest.approx(1e-9, rel=1e-3)
+    assert "the processes ended with different weights (sums differ by 1.0e-09" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def test_resume_takes_no_other_setting(tmp_path):
 
 def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    assert "not a run folder" in wrong("--out", str(tmp_path))
+    assert "was not made by a run" in wrong("--out", str(tmp_path))
 
 
 def test_the_recipe_follows_the_data(tmp_path):

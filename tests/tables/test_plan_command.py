@@ -1,5 +1,7 @@
 """`finetune-mile plan`: counts that can be checked by hand, and plans for what is not on this machine."""
 
+import json
+
 import pytest
 from tiny import write_tiny
 
@@ -55,6 +57,32 @@ def test_imagenet_and_its_lists_are_known_without_being_here():
     assert (scene.labelled, scene.pools["all"], scene.val, scene.here) == (128_116, 1_281_167, 50_000, False)
     with pytest.raises(Problem, match="a plan needs the data"):
         look_at_data(demo(data="folder:not/here"))
+
+
+def test_d2_plan_counts_the_images_of_the_run_where_some_are_held_out(tmp_path):
+    """`plan` counted 12,000 labelled images and 938 steps, the run had 11,400 and 891."""
+    from finetune_mile.run import main as run
+
+    flags = ["--data", "demo:400", "--init", "none", "--arch", "resnet-demo", "--rho", "auto", "--epochs", "0.1"]
+    sizes = [
+        "--set",
+        "size=24",
+        "--set",
+        "evaluate.images=10",
+        "--set",
+        "evaluate.labels=false",
+        "--set",
+        "mile.warmup=0",
+    ]
+    steps = ["--k-t", "1", "--k-s", "1", "--batch-size", "8"]
+    assert run([*flags, *sizes, *steps, "--out", str(tmp_path / "run")]) == 0
+    split = json.loads((tmp_path / "run/split.json").read_text())
+    scene = look_at_data(demo(data="demo:400", rho="auto"))
+    assert (scene.pools["labelled"], scene.pools["unlabelled"]) == (split["labelled"], split["unlabelled"])
+    assert len(split["calibration"]) > 50
+    assert scene.pools["all"] == split["labelled"] + split["unlabelled"]
+    away = look_at_data(demo("auto.calibration=0.05", data="imagenet:not/here", rho="auto"))
+    assert away.labelled == round(1_281_167 * 0.95)
 
 
 def test_a_card_is_enough_to_know_the_network():
