@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
+from finetune_mile.checkpoints.adapters import few
 from finetune_mile.checkpoints.pages import MappedPages
 from finetune_mile.networks.heads import build, get_head
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
@@ -67,15 +69,29 @@ def fill(network: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> t
     for name in (name for name in want if name in tensors):
         state[name] = _ready(tensors[name], want[name])
         pages.give_back(tensors[name])
-    # A run that diverged shows in every norm; looking at the convolutions too would double the
-    # time.
-    spoilt = [n for n, t in state.items() if t.ndim == 1 and not torch.isfinite(t).all()]
-    if spoilt:
-        raise Problem(f"{source}: {spoilt[0]} holds infinite or undefined numbers; the file is damaged")
+    _check_numbers(state, source=source)
     reset = tuple(sorted(want.keys() - state.keys()))
     state |= {name: torch.zeros_like(want[name], device="cpu") for name in reset}
     network.load_state_dict(state, assign=True)
     return reset
+
+
+def _check_numbers(tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Refuse infinite or undefined numbers, and negative variances."""
+    spoilt, negative = [], []
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        # One pass that NaN survives, about eight times as fast as torch.isfinite; a sum could overflow.
+        least, most = (float(value) for value in tensor.aminmax())
+        if not (math.isfinite(least) and math.isfinite(most)):
+            spoilt.append(name)
+        elif least < 0 and name.endswith("running_var"):
+            negative.append(name)
+    for names, what in ((spoilt, "infinite or undefined numbers"), (negative, "negative variances")):
+        if names:
+            verb = "has" if len(names) == 1 else "have"
+            raise Problem(f"{source}: {few(names)} {verb} {what}; the file is damaged, use another copy or checkpoint")
 
 
 def _ready(tensor: Tensor, like: Tensor) -> Tensor:
@@ -105,6 +121,7 @@ def keep_classifier(
     if head.weight.shape != classifier["fc.weight"].shape:
         have, need = tuple(classifier["fc.weight"].shape), tuple(head.weight.shape)
         raise Problem(f"--keep-head {keep_head}: the classifier is {have}, this task needs {need}")
+    _check_numbers(classifier, source=source)
     with torch.no_grad():
         head.weight.copy_(classifier["fc.weight"])
         head.bias.copy_(classifier["fc.bias"])

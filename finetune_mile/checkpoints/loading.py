@@ -90,6 +90,11 @@ def load_network(
     """
     opened = open_trunk(init, arch=arch, head_from=head_from)
     network, report = opened.network, opened.report
+    if keep_head is not None and head_from == 1 and report.format != "finetune-mile":
+        raise Problem(
+            f"--keep-head {keep_head} does not go with head_from 1: the classifier of {init} was trained on the "
+            "backbone's features, not on the projection's; say --set head_from=0, or leave --keep-head out"
+        )
     new_head(network, num_classes, head_bias, head_weight)
     if keep_head is None:
         report = replace(report, reset=(*report.reset, *head_names(network)))
