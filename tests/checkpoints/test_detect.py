@@ -217,7 +217,7 @@ def test_a_network_after_the_file_and_another_by_arch_are_refused() -> None:
 def test_unknown_modules_inside_the_backbone_are_refused(name: str) -> None:
     for prefix in ("", "net."):
         contents = torch_file(state_dict=under(prefix, demo() | {name: light("", (3,)), "queue": light("", (3,))}))
-        with pytest.raises(Problem, match=rf"the backbone has 1 tensors .*{re.escape(name)}.*features would be wrong"):
+        with pytest.raises(Problem, match=rf"the backbone has parts .*{re.escape(name)}.*features would be wrong"):
             open_it(contents)
 
 

@@ -21,6 +21,8 @@ from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import open_contents
 from finetune_mile.checkpoints.locating import Located
 from finetune_mile.checkpoints.readers import read
+from finetune_mile.checkpoints.teachers import load_with_head
+from finetune_mile.networks.heads import get_head
 from finetune_mile.problems import Problem
 from finetune_mile.verbs.weights import main as weights
 
@@ -231,6 +233,8 @@ def test_the_padding_of_a_3x3_stem_is_asked_for(
         assert finetune_mile.load(str(path), arch=arch).report.arch == arch
         assert finetune_mile.load(f"{path}::{arch}").report.arch == arch
     assert_as_upstream(finetune_mile.load(str(path), arch=ASKED[name]), name)
+    if name == "user_cifar_classifier":  # --model and --teacher have no --arch beside them
+        assert get_head(load_with_head(f"{path}::resnet18-cifar", "--model")[0]).out_features == 10
     assert finetune_mile.load(str(path), num_classes=3, arch=ASKED[name]).report.arch == ASKED[name]
 
 

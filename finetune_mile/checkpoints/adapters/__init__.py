@@ -93,9 +93,9 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str) -> Adapted:
         tensors[name], sources[name] = adapter.relayout(key, tensor), key
     if inside:
         raise Problem(
-            f"{source}: the backbone has {len(inside)} tensors that a plain ResNet or vision transformer does not have "
-            f"({few(inside)}), and without them its features would be wrong; if they belong to a head, remove them "
-            "from the file"
+            f"{source}: the backbone has parts that a plain ResNet or vision transformer does not have "
+            f"({few(inside)}), and without them its features would be wrong; if they belong to a head, "
+            "remove them from the file"
         )
     if unknown:
         raise Problem(
