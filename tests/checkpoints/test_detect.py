@@ -29,6 +29,7 @@ from finetune_mile.checkpoints.loading import Opened, open_contents
 from finetune_mile.checkpoints.locating import Located
 from finetune_mile.checkpoints.marks import Marks
 from finetune_mile.checkpoints.readers import Contents
+from finetune_mile.networks.heads import build
 from finetune_mile.networks.resnets import DEPTHS, name_arch, parse_arch
 from finetune_mile.problems import Problem
 
@@ -205,6 +206,39 @@ def test_only_a_3x3_stem_that_solo_learn_may_have_made_is_asked_about(arch: str,
         assert open_it(bare, "torchvision").report.arch == arch
     else:
         assert open_it(bare).report.arch == arch
+
+
+@pytest.mark.parametrize(
+    ("arch", "first_conv", "pool", "found"),
+    [
+        ("resnet18", True, True, "resnet18"),
+        ("resnet18", True, False, "resnet18-nopool"),
+        ("resnet18-cifar", False, False, "resnet18-cifar"),
+        ("resnet18", False, False, "resnet18"),  # not what the tensors show: these settings are of something else
+        ("resnet18-cifar", False, True, None),
+    ],
+)
+def test_lightning_bolts_says_what_follows_the_stem(arch: str, first_conv: bool, pool: bool, found: str | None) -> None:
+    settings = {"first_conv": first_conv, "maxpool1": pool}
+    contents = torch_file(state_dict=under("encoder.", trunk(arch)), hyper_parameters=settings)
+    if found is None:
+        with pytest.raises(Problem, match="a 3x3 stem with max-pooling is not supported"):
+            open_it(contents)
+    else:
+        assert open_it(contents).report.arch == found
+
+
+@pytest.mark.parametrize(
+    ("arch", "sentence"),
+    [
+        ("timm:vit_tiny_patch16_224:heads=5", "cannot be built with 5 heads"),
+        ("timm:resnet18:heads=2", "cannot be built with 2 heads"),
+        ("timm:resnet18:depth=2", "expected timm:NAME or timm:NAME:heads=N"),
+    ],
+)
+def test_attention_heads_that_timm_cannot_build_are_one_sentence(arch: str, sentence: str) -> None:
+    with pytest.raises(Problem, match=f"--arch {arch}: .*{sentence}"):
+        build(arch)
 
 
 def test_a_network_after_the_file_and_another_by_arch_are_refused() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from making import linear, torch_file, trunk, under
 from torch import nn
 
 import finetune_mile
@@ -177,18 +178,25 @@ def test_mocov3_vit_small_has_12_heads(
     capsys.readouterr()
 
 
-def test_solo_learns_mocov3_vit_small_has_12_heads(build: Build) -> None:
-    """solo-learn's custom ViTs for MoCo-v3 have 12 heads; their positions are MoCo-v3's."""
-    path = build("mocov3_vit_small")
-    state = torch.load(path, weights_only=True)["state_dict"]
-    start = "module.base_encoder."
-    backbone = {
-        f"backbone.{k.removeprefix(start)}": t for k, t in state.items() if k.startswith(start) and ".head." not in k
-    }
-    probe = {"classifier.weight": torch.zeros(10, 384), "classifier.bias": torch.zeros(10)}
-    torch.save({"state_dict": backbone | probe}, path)
-    network = finetune_mile.load(str(path))
-    assert (network.report.format, network.report.arch) == ("solo-learn", "timm:vit_small_patch16_224:heads=12")
+@pytest.mark.parametrize(
+    ("order", "marked", "heads"),
+    [
+        ("row-col", True, ":heads=12"),
+        ("row-col", False, ":heads=12"),
+        ("col-row", True, ":heads=12"),
+        ("col-row", False, ""),
+    ],
+)
+def test_solo_learns_mocov3_vit_small_has_12_heads(order: str, marked: bool, heads: str, builder: Any) -> None:
+    """Its own small ViTs for MoCo-v3 and MAE have 12 heads, and fixed positions; other people's MAE may have 6."""
+    state = under("backbone.", trunk("timm:vit_small_patch16_224")) | linear("classifier", 384, 10)
+    state["backbone.pos_embed"] = torch.from_numpy(builder.sincos((1, 197, 384), order)).float()
+    if marked:
+        state |= linear("projector.0", 384, 8) | under("momentum_backbone.", trunk("timm:vit_small_patch16_224"))
+    contents = torch_file(state_dict=state, **{"pytorch-lightning_version": "2.6.6"})
+    located = Located(path=Path("x.ckpt"), name="x")
+    report = open_contents(contents, located, choice=None, arch=None, head_from=0).report
+    assert (report.format, report.arch) == ("solo-learn", f"timm:vit_small_patch16_224{heads}")
 
 
 @pytest.mark.parametrize("name", ["lightly_cifar_simclr", "bolts_simclr_stl10"])
