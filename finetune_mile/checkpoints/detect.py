@@ -12,19 +12,26 @@ from finetune_mile.checkpoints.adapters import ADAPTERS
 from finetune_mile.checkpoints.adapters.adapter import (
     UNIT_RANGE,
     Adapter,
-    UnknownKey,
+    InsideBackbone,
     Vocabulary,
     leaves,
 )
 from finetune_mile.checkpoints.adapters.vocabularies import VOCABULARIES
-from finetune_mile.networks.resnets import DEPTHS, MINI, Arch, Stem, name_arch
+from finetune_mile.networks.resnets import DEPTHS, MINI, Arch, name_arch
 from finetune_mile.problems import Problem
 
 if TYPE_CHECKING:
+    from finetune_mile.checkpoints.marks import Marks
     from finetune_mile.checkpoints.readers import Contents
 
 BEHIND_PREFIX = "trunk behind a prefix"
 _TRUNK_PARTS = re.compile(r"(?:conv1|bn1|layer\d+|blocks|patch_embed|net|[0-7])(?:\.|$)")
+_BESIDE = re.compile(  # words in the names of modules that the features do not need
+    "fc|heads?|proj|projector|projection|pred|predictor|prediction|classifier|classification|linear|probe|mlp|neck|"
+    "queues?|memory|bank|prototypes?|momentum|teacher|target|online|decoder|mask|masked|loss|criterion|center|centre|"
+    "temperature|logits?|contrastive"
+)
+_PLAIN = ("finetune-mile", "tonylins", "byol-convert", "torchvision", "vit")  # nothing but the tensors of a network
 _VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
 
 
@@ -38,6 +45,7 @@ class Found:
     contents: Contents  # the file, or the part of it that was asked for
     mapping: dict[str, str] = field(default_factory=dict)  # a prefix that was recognised, and ours
     outside: tuple[str, ...] = ()  # tensors that the asked-for part leaves out
+    forced: bool = False  # `--init FILE::FORMAT` named the format
 
 
 def detect(contents: Contents, choice: str | None, *, source: str) -> Found:
@@ -50,17 +58,32 @@ def detect(contents: Contents, choice: str | None, *, source: str) -> Found:
     """
     if choice in ADAPTERS:
         why = f"--init says {choice}"
-        return Found(format=choice, why=why, adapter=ADAPTERS[choice], contents=contents)
+        return Found(format=choice, why=why, adapter=ADAPTERS[choice], contents=contents, forced=True)
     if choice is not None:
         part, outside = _part(contents, choice, source)
-        found = detect(part, None, source=source)
+        found = _as_in(_recognised(contents), detect(part, None, source=source))
         why = f"{found.why}, below {choice}"
         return replace(found, why=why, outside=outside, mapping={choice: "", **found.mapping})
+    return _recognised(contents) or _behind_prefix(contents, source)
+
+
+def _recognised(contents: Contents) -> Found | None:
     for name, adapter in ADAPTERS.items():
-        why_so = adapter.recognise(contents)
-        if why_so is not None:
-            return Found(format=name, why=why_so, adapter=adapter, contents=contents)
-    return _behind_prefix(contents, source)
+        why = adapter.recognise(contents)
+        if why is not None:
+            return Found(format=name, why=why, adapter=adapter, contents=contents)
+    return None
+
+
+def _as_in(complete: Found | None, part: Found) -> Found:
+    """Give a part of a file the format and the conventions of the complete file, where that has a format of its own."""
+    if complete is None or complete.format in _PLAIN:
+        return part
+    of = complete.adapter
+    adapter = replace(
+        part.adapter, method=of.method, padding=of.padding, preprocess=of.preprocess, cifar_stem=of.cifar_stem
+    )
+    return replace(part, format=complete.format, why=complete.why, adapter=adapter)
 
 
 def _part(contents: Contents, prefix: str, source: str) -> tuple[Contents, tuple[str, ...]]:
@@ -127,20 +150,21 @@ def _behind_prefix(contents: Contents, source: str) -> Found:
     return Found(
         format=BEHIND_PREFIX,
         why=f"{len(trunks[prefix])} tensors are a trunk in {name} names behind {prefix!r}",
-        adapter=behind(prefix, VOCABULARIES[name], simclr=name.startswith("separius")),
+        adapter=behind(prefix, name, nested=any("/" in path[len(prefix) :] for path in trunks[prefix].values())),
         contents=contents,
         mapping={prefix: ""},
     )
 
 
-def behind(prefix: str, vocabulary: Vocabulary, *, simclr: bool = False) -> Adapter:
-    """An adapter for a trunk behind `prefix`: its tensors must be known, the rest is dropped.
+def behind(prefix: str, language: str, *, nested: bool = False) -> Adapter:
+    """Make an adapter for a backbone behind `prefix`: every tensor there is known or part of a head.
 
     Args:
-        prefix: ends where the trunk's own names begin.
-        vocabulary: the language of those names.
-        simclr: the weights come from TensorFlow, so they want its padding and its input.
+        prefix: ends where the backbone's own names begin.
+        language: the key of those names in `VOCABULARIES`.
+        nested: the backbone's own modules are nested mappings.
     """
+    vocabulary = VOCABULARIES[language]
 
     def rename(path: str) -> str | None:
         if not path.startswith(prefix):
@@ -149,16 +173,26 @@ def behind(prefix: str, vocabulary: Vocabulary, *, simclr: bool = False) -> Adap
         if inner in ("fc.weight", "fc.bias"):
             return inner
         name = vocabulary(inner)
-        if name is None and _TRUNK_PARTS.match(inner):
-            raise UnknownKey(path)
+        if name is None and (_TRUNK_PARTS.match(inner) or not _is_beside(path[len(prefix) :], nested)):
+            raise InsideBackbone(path)
         return name
 
     plain = Adapter(
         recognise=lambda _: None,
         unwrap=lambda contents: dict(leaves(contents.tree)),
         rename=rename,
+        cifar_stem=None if language == "torchvision" else "cifar",  # solo-learn's names are torchvision's
+        stem_relu=language != "lightly generator, sequential",
     )
-    return from_simclr(plain) if simclr else plain
+    return from_simclr(plain) if language.startswith("separius") else plain
+
+
+def _is_beside(inner: str, nested: bool) -> bool:
+    """Whether an unknown tensor next to a backbone's own is a head, a queue or a copy, which features do not need."""
+    if "/" in inner and not nested:  # another entry of the file, such as the optimiser
+        return True
+    words = re.split(r"[_\d]+", re.split(r"[./]", inner)[0].lower())
+    return "norm" not in words and any(_BESIDE.fullmatch(word) for word in words)
 
 
 def from_simclr(adapter: Adapter) -> Adapter:
@@ -169,16 +203,16 @@ def from_simclr(adapter: Adapter) -> Adapter:
 # ------------------------------------------------------------------------------------ architecture
 
 
-def read_arch(shapes: Mapping[str, tuple[int, ...]], *, cifar_stem: Stem, source: str) -> str:
+def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: str) -> str:
     """The name of the network whose tensors these are, from names and shapes.
 
     Args:
         shapes: our names to shapes, without a head.
-        cifar_stem: which form a 3x3 stem has in this format; its padding has no tensor.
+        marks: what names and shapes do not show.
         source: the file's name, for messages.
     """
     if "patch_embed.proj.weight" in shapes:
-        return _read_vit(shapes, source)
+        return _read_vit(shapes, source) + (f":heads={marks.heads}" if marks.heads else "")
     blocks = [re.match(r"layer(\d+)\.(\d+)\.", name) for name in shapes]
     found = {(int(m[1]), int(m[2])) for m in blocks if m}
     if not found:
@@ -188,6 +222,7 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], *, cifar_stem: Stem, source
     bottleneck = any(".conv3." in name or ".bn3." in name for name in shapes)
     deep = any(name.startswith("conv1.0.") or name.startswith("conv1.3.") for name in shapes)
     small = shapes.get("conv1.weight", (0, 0, 7, 7))[-1] == 3
+    cifar_stem = marks.cifar_stem or "cifar"
     if small and (layers, _width(shapes)) == (MINI.layers, MINI.width):
         cifar_stem = MINI.stem
     arch = Arch(
@@ -198,6 +233,8 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], *, cifar_stem: Stem, source
         sk=any(".conv2.down." in name or ".conv2.conv." in name for name in shapes),
         pooled_shortcut=any(".downsample.2." in name for name in shapes),
         project_first=not bottleneck and any(n.startswith("layer1.0.downsample.") for n in shapes),
+        stem_pool=marks.stem_pool or small,
+        stem_relu=marks.stem_relu,
     )
     if not any(name.endswith(".running_mean") for name in shapes):
         raise Problem(f"{source}: no batch norm has running statistics; nets with other norms need --arch timm:NAME")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from finetune_mile.checkpoints.adapters.adapter import unwrapped
 from finetune_mile.checkpoints.adapters.own import HEADER
 from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.networks.heads import split_timm
 from finetune_mile.networks.resnets import ResNet
 from finetune_mile.problems import Problem
 
@@ -44,7 +45,8 @@ def write_timm(folder: Path, network: nn.Module, config: dict[str, Any]) -> None
     name = timm_name(network, config)
     import timm
 
-    reference = timm.create_model(name, pretrained=False, num_classes=config["num_classes"])
+    options = split_timm(config["arch"])[1] if config["arch"].startswith("timm:") else {}
+    reference = timm.create_model(name, pretrained=False, num_classes=config["num_classes"], **options)
     state = portable_state(network)
     differ = set(state) ^ set(reference.state_dict())
     if differ:
@@ -62,6 +64,8 @@ def write_timm(folder: Path, network: nn.Module, config: dict[str, Any]) -> None
         "num_features": reference.num_features,
         "pretrained_cfg": {key: value for key, value in how.items() if value is not None},
     }
+    if options:
+        card["model_args"] = options
     _write(folder, state, {"format": "pt"}, card)
 
 
@@ -69,7 +73,7 @@ def timm_name(network: nn.Module, config: dict[str, Any]) -> str:
     """The name timm has for a network, where timm computes the very same."""
     arch = str(config["arch"])
     if arch.startswith("timm:"):
-        return arch.removeprefix("timm:")
+        return split_timm(arch)[0]
     why = None
     if config["padding"] != "torch":
         pads = config["padding"]

@@ -24,6 +24,9 @@ _CHUNK = 1 << 20
 _TRIES = 2  # in a row without a single new byte, for each mirror
 _PAUSE = 0.5  # seconds before the next try, doubled each time
 _TIMEOUT = 30.0
+_PAGE_TYPES = ("text/html", "application/xhtml")
+_PAGE_STARTS = (b"<!doctype html", b"<html")
+_PAGE = "a web page, not a file; the address may need a login"
 _NETWORK = (urllib.error.URLError, http.client.HTTPException, OSError)
 
 
@@ -76,7 +79,7 @@ def fetch(card: Card) -> Path:
 def _fetch_file(remote: RemoteFile, folder: Path, missing: list[RemoteFile]) -> None:
     target = folder / remote.name
     if target.is_file():
-        if not _unchanged(target):
+        if _is_page(target) or not _unchanged(target):
             try:
                 _accept(target, remote, target)
             except _WrongBytes as error:
@@ -92,6 +95,7 @@ def _fetch_file(remote: RemoteFile, folder: Path, missing: list[RemoteFile]) -> 
             _accept(part, remote, target)
         except _WrongBytes as error:
             part.unlink(missing_ok=True)
+            _tag_of(part).unlink(missing_ok=True)
             reasons.append(f"{url}: {error}")
         except _NETWORK as error:
             where = f"{url}: " if len(remote.urls) > 1 else ""
@@ -150,15 +154,15 @@ def _download(url: str, part: Path, remote: RemoteFile) -> None:
 def _transfer(url: str, part: Path, remote: RemoteFile) -> bool:
     """One connection; True when the whole file is there."""
     start = part.stat().st_size if part.exists() else 0
-    tag = part.with_name(part.name + ".tag")
+    tag = _tag_of(part)
     request = urllib.request.Request(url, headers={"User-Agent": "finetune_mile", "Accept-Encoding": "identity"})
     if start:
         request.add_header("Range", f"bytes={start}-")
         if tag.exists():
             request.add_header("If-Range", tag.read_text(encoding="ascii"))
     with urllib.request.build_opener(_OnlyHttps).open(request, timeout=_TIMEOUT) as answer:
-        if str(answer.headers.get("Content-Type", "")).startswith("text/html"):
-            raise _WrongBytes("the server sent a web page, not a file; it may ask for a login")
+        if str(answer.headers.get("Content-Type", "")).lower().startswith(_PAGE_TYPES):
+            raise _WrongBytes(_PAGE)
         partial = answer.status == 206 and str(answer.headers.get("Content-Range", "")).startswith(f"bytes {start}-")
         start = start if partial else 0
         length = answer.headers.get("Content-Length")
@@ -179,6 +183,10 @@ def _transfer(url: str, part: Path, remote: RemoteFile) -> bool:
     if done:
         tag.unlink(missing_ok=True)
     return done
+
+
+def _tag_of(part: Path) -> Path:
+    return part.with_name(part.name + ".tag")
 
 
 def _remember_tag(tag: Path, etag: str | None) -> None:
@@ -214,6 +222,13 @@ def _digest(path: Path, kind: str) -> str:
         return hashlib.file_digest(file, kind).hexdigest()
 
 
+def _is_page(path: Path) -> bool:
+    """Whether a file begins as a web page does; servers do not always label theirs."""
+    with path.open("rb") as file:
+        start = file.read(256)
+    return start.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith(_PAGE_STARTS)
+
+
 def _record_of(target: Path) -> Path:
     return target.with_name(target.name + ".seen.json")
 
@@ -230,6 +245,8 @@ def _unchanged(target: Path) -> bool:
 
 def _accept(path: Path, remote: RemoteFile, target: Path) -> None:
     """Check `path` against the card, or its first use; then it becomes `target`."""
+    if _is_page(path):
+        raise _WrongBytes(_PAGE)
     size = path.stat().st_size
     if remote.bytes is not None and size != remote.bytes:
         raise _WrongBytes(f"{size} bytes, the card says {remote.bytes}")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
+from finetune_mile.checkpoints.adapters import few
 from finetune_mile.checkpoints.pages import MappedPages
 from finetune_mile.networks.heads import build, get_head
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
 from finetune_mile.problems import Problem
 
+_UNSEEN = re.compile(r"-nopool|-norelu|:heads=\d+")  # parts of a network's name that no tensor shows
 COUNTER = "num_batches_tracked"
 """Batch counters: TensorFlow and haiku have none, and nothing we compute depends on them."""
 
@@ -66,15 +69,29 @@ def fill(network: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> t
     for name in (name for name in want if name in tensors):
         state[name] = _ready(tensors[name], want[name])
         pages.give_back(tensors[name])
-    # A run that diverged shows in every norm; looking at the convolutions too would double the
-    # time.
-    spoilt = [n for n, t in state.items() if t.ndim == 1 and not torch.isfinite(t).all()]
-    if spoilt:
-        raise Problem(f"{source}: {spoilt[0]} holds infinite or undefined numbers; the file is damaged")
+    _check_numbers(state, source=source)
     reset = tuple(sorted(want.keys() - state.keys()))
     state |= {name: torch.zeros_like(want[name], device="cpu") for name in reset}
     network.load_state_dict(state, assign=True)
     return reset
+
+
+def _check_numbers(tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Refuse infinite or undefined numbers, and negative variances."""
+    spoilt, negative = [], []
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        # One pass that NaN survives, about eight times as fast as torch.isfinite; a sum could overflow.
+        least, most = (float(value) for value in tensor.aminmax())
+        if not (math.isfinite(least) and math.isfinite(most)):
+            spoilt.append(name)
+        elif least < 0 and name.endswith("running_var"):
+            negative.append(name)
+    for names, what in ((spoilt, "infinite or undefined numbers"), (negative, "negative variances")):
+        if names:
+            verb = "has" if len(names) == 1 else "have"
+            raise Problem(f"{source}: {few(names)} {verb} {what}; the file is damaged, use another copy or checkpoint")
 
 
 def _ready(tensor: Tensor, like: Tensor) -> Tensor:
@@ -104,6 +121,7 @@ def keep_classifier(
     if head.weight.shape != classifier["fc.weight"].shape:
         have, need = tuple(classifier["fc.weight"].shape), tuple(head.weight.shape)
         raise Problem(f"--keep-head {keep_head}: the classifier is {have}, this task needs {need}")
+    _check_numbers(classifier, source=source)
     with torch.no_grad():
         head.weight.copy_(classifier["fc.weight"])
         head.bias.copy_(classifier["fc.bias"])
@@ -116,11 +134,17 @@ def head_names(network: nn.Module) -> tuple[str, str]:
     return f"{prefix}.weight", f"{prefix}.bias"
 
 
+def keeps(claim: str, name: str) -> bool:
+    """Does a claim keep what a file shows beside its tensors? It may add to it: a file need not show it."""
+    return all(part in claim for part in _UNSEEN.findall(name) if not part.startswith(":"))
+
+
 def same_tensors(one: str, other: str) -> bool:
-    """Do two names mean networks with the same tensors? The padding of a CIFAR stem has none."""
+    """Do two names mean networks with the same tensors? A stem's padding, for example, has none."""
     if one == other:
         return True
-    bases = [name.removeprefix("timm:").split(".")[0].replace("-cifar2", "-cifar") for name in (one, other)]
+    plain = [_UNSEEN.sub("", name).replace("-cifar2", "-cifar") for name in (one, other)]
+    bases = [name.removeprefix("timm:").split(".")[0] for name in plain]
     if bases[0] == bases[1]:
         return True
     archs = [parse_arch(re.sub(r"^(resnet\d+)d$", r"\1-d", base)) for base in bases]

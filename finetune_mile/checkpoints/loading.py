@@ -23,9 +23,11 @@ from finetune_mile.checkpoints.fitting import (
     fill,
     head_names,
     keep_classifier,
+    keeps,
     same_tensors,
 )
 from finetune_mile.checkpoints.locating import Located, locate
+from finetune_mile.checkpoints.marks import Marks, read_marks
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
 from finetune_mile.networks.heads import HeadBias, HeadWeight, build, new_head
@@ -88,6 +90,11 @@ def load_network(
     """
     opened = open_trunk(init, arch=arch, head_from=head_from)
     network, report = opened.network, opened.report
+    if keep_head is not None and head_from == 1 and report.format != "finetune-mile":
+        raise Problem(
+            f"--keep-head {keep_head} does not go with head_from 1: the classifier of {init} was trained on the "
+            "backbone's features, not on the projection's; say --set head_from=0, or leave --keep-head out"
+        )
     new_head(network, num_classes, head_bias, head_weight)
     if keep_head is None:
         report = replace(report, reset=(*report.reset, *head_names(network)))
@@ -142,15 +149,28 @@ def _scratch(arch: str | None) -> Opened:
 def open_contents(
     contents: Contents, located: Located, *, choice: str | None, arch: str | None, head_from: int
 ) -> Opened:
-    """The trunk in a file that was read; arguments as in `load_network`, `choice` is `::PREFIX`."""
+    """Open the backbone in a file that was read.
+
+    Args:
+        contents: the file.
+        located: where it is, and what lies beside it.
+        choice: what follows `::` in `--init`: a prefix, a format, or the name of one of our networks.
+        arch: as in `load_network`.
+        head_from: as in `load_network`.
+    """
     source, card = located.path.name, located.card
+    if choice is not None and parse_arch(choice) is not None:
+        if arch not in (None, choice):
+            raise Problem(f"--init {source}::{choice} and --arch {arch} name two networks; give one of them")
+        arch, choice = choice, None
     facts = _facts(contents, located)
     found = None if config_of(contents) else native(contents, arch or facts.arch)
     found = found or detect(contents, choice, source=source)
     if card is not None and card.format not in (None, found.format):
         raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {found.format} ({found.why})")
     adapted = adapt(found.contents, found.adapter, source=source)
-    found, name, padding = _decide(adapted, found, facts, card, arch, source)
+    marks = read_marks(contents, found, adapted, source=source)
+    found, name, padding = _decide(adapted, found, marks, facts, card, arch, source)
     adapted = canonical_head(adapted, name)
     keep = head_from == 1 or found.format == "finetune-mile"
     parts = {n: t for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
@@ -209,7 +229,13 @@ def _facts(contents: Contents, located: Located) -> _Facts:
 
 
 def _decide(
-    adapted: Adapted, found: Found, facts: _Facts, card: Card | None, arch: str | None, source: str
+    adapted: Adapted,
+    found: Found,
+    marks: Marks,
+    facts: _Facts,
+    card: Card | None,
+    arch: str | None,
+    source: str,
 ) -> tuple[Found, str, Padding]:
     """Architecture and padding: read from the tensors, held against every claim."""
     if facts.arch is not None and (found.format == "finetune-mile" or _only_named(facts.arch)):
@@ -218,17 +244,30 @@ def _decide(
         name = arch
     else:
         shapes = {n: tuple(t.shape) for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
-        name = read_arch(shapes, cifar_stem=found.adapter.cifar_stem, source=source)
+        name = read_arch(shapes, marks, source=source)
     claims = (
         (facts.arch, "its config"),
         (card.arch if card else None, "the card"),
         (arch, "--arch"),
     )
     for claim, who in claims:
-        if claim is not None and not same_tensors(claim, name):
+        if claim is None:
+            continue
+        if not same_tensors(claim, name) or not keeps(claim, name):
             raise Problem(f"{source} holds a {name}, {who} says {claim}")
-        name = claim or name
+        if marks.heads and ":heads=" not in claim and ":heads=" not in (arch or ""):
+            raise Problem(
+                f"{source} holds a {claim}:heads={marks.heads}, {who} says {claim}; "
+                f"say --arch {claim}:heads={marks.heads} (or another number)"
+            )
+        name = claim
     shape, silent = parse_arch(name), all(claim is None for claim, _ in claims)
+    if marks.cifar_stem is None and silent and "-cifar" in name:
+        other = name.replace("-cifar", "-cifar2")
+        raise Problem(
+            f"{source} holds a ResNet with a 3x3 stem and does not show its padding; say --arch {name} (padding 1, "
+            f"the usual) or --arch {other} (padding 2, solo-learn's), or append ::{name} or ::{other} to the file"
+        )
     if shape is not None and found.adapter.padding == "torch":
         if shape.sk:
             found = replace(found, adapter=from_simclr(found.adapter))

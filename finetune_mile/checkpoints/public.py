@@ -10,13 +10,13 @@ from finetune_mile.checkpoints.loading import load_network, open_trunk
 from finetune_mile.checkpoints.preprocessing import Preprocessor
 
 
-def load_public(init: str, num_classes: int | None) -> nn.Module:
+def load_public(init: str, num_classes: int | None, arch: str | None) -> nn.Module:
     """See `finetune_mile.load`."""
     if num_classes is None:
-        opened = open_trunk(init)
+        opened = open_trunk(init, arch=arch)
         network, card, report = opened.network, opened.card, opened.report
     else:
-        network, card, report = load_network(init, arch=None, num_classes=num_classes, head_bias="zero")
+        network, card, report = load_network(init, arch=arch, num_classes=num_classes, head_bias="zero")
     for name, value in {
         "card": card,
         "report": report,

@@ -13,7 +13,7 @@ from finetune_mile.checkpoints.adapters import Adapted
 from finetune_mile.checkpoints.adapters.adapter import Adapter, state_dict_of
 from finetune_mile.checkpoints.cards import Card, Preprocess
 from finetune_mile.checkpoints.detect import Found
-from finetune_mile.networks.heads import build
+from finetune_mile.networks.heads import build, split_timm
 from finetune_mile.problems import Problem
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ def timm_facts(config: Mapping[str, Any]) -> tuple[str, Preprocess]:
     name = str(config["architecture"]).split(".")[0]
     ours = re.fullmatch(r"(resnet(?:18|34|50|101|152|200))(d?)", name)
     arch = ours[1] + ("-d" if ours[2] else "") if ours else f"timm:{name}"
+    heads = (config.get("model_args") or {}).get("num_heads")
+    if isinstance(heads, int):
+        arch += f":heads={heads}"
     return arch, _preprocess(config.get("pretrained_cfg") or {})
 
 
@@ -87,7 +90,10 @@ def canonical_head(adapted: Adapted, arch: str) -> Adapted:
         return adapted
     import timm
 
-    prefix = timm.get_pretrained_cfg_value(arch.removeprefix("timm:"), "classifier") or "head"
+    model, _ = split_timm(arch)
+    if not timm.is_model(model):
+        return adapted  # building it says so
+    prefix = timm.get_pretrained_cfg_value(model, "classifier") or "head"
     names = {f"{prefix}.{leaf}": f"fc.{leaf}" for leaf in ("weight", "bias")}
     return replace(
         adapted,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal
 
 import torch
@@ -14,12 +15,13 @@ from finetune_mile.networks.small import SMALL, GridCell, GridCNN
 from finetune_mile.problems import Problem
 
 OURS = (ResNet, GridCNN, GridCell)
+_TIMM_EXAMPLE = "timm:vit_small_patch16_224:heads=12"
 HeadBias = Literal["zero", "prior"]
 HeadWeight = Literal["normal", "zero"]
 
 
 def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
-    """A network without a head, with random weights: one of ours, or `timm:NAME`."""
+    """Build a network without a head, with random weights: one of ours, `timm:NAME` or `timm:NAME:heads=N`."""
     shape = parse_arch(arch)
     if shape is not None:
         return ResNet(shape, padding=padding)
@@ -35,12 +37,25 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
         )
     import timm
 
-    name = arch.removeprefix("timm:")
+    name, options = split_timm(arch)
     if not timm.is_model(name):
         near = ", ".join(timm.list_models(f"*{name}*")[:3])
         raise Problem(f"--arch {arch}: timm has no model {name!r}" + (f"; near: {near}" if near else ""))
-    network: nn.Module = timm.create_model(name, pretrained=False, num_classes=0)
+    try:
+        network: nn.Module = timm.create_model(name, pretrained=False, num_classes=0, **options)
+    except (TypeError, AssertionError) as error:
+        if not options:
+            raise
+        raise Problem(f"--arch {arch}: timm's {name} cannot be built with {options['num_heads']} heads") from error
     return network
+
+
+def split_timm(arch: str) -> tuple[str, dict[str, int]]:
+    """Split `timm:NAME` or `timm:NAME:heads=N` into timm's name and the arguments for `timm.create_model`."""
+    found = re.fullmatch(r"timm:([^:]*)(?::heads=([1-9]\d*))?", arch)
+    if found is None:
+        raise Problem(f"--arch {arch}: expected timm:NAME or timm:NAME:heads=N, as in {_TIMM_EXAMPLE}")
+    return found[1], {"num_heads": int(found[2])} if found[2] else {}
 
 
 def new_head(network: nn.Module, num_classes: int, bias: HeadBias, weight: HeadWeight = "normal") -> None:

@@ -30,7 +30,7 @@ SK_RATIO = 0.0625  # SimCLR-v2: channels of the attention path, at least 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arch:
-    """A ResNet's shape: everything that its name says, and nothing that its weights do not show."""
+    """A ResNet's shape: everything that its name says."""
 
     block: Literal["basic", "bottleneck"]
     layers: tuple[int, ...]
@@ -40,6 +40,8 @@ class Arch:
     pooled_shortcut: bool = False  # ResNet-D: average-pool, then a 1x1 convolution with stride 1
     project_first: bool = False  # SimCLR and haiku ResNet-18/34: a 1x1 shortcut also in layer1.0
     norm: Literal["batch", "group"] = "batch"
+    stem_pool: bool = True  # max-pooling after a 7x7 or a deep stem; lightning-bolts leaves it out on STL-10
+    stem_relu: bool = True  # ReLU after bn1; a Sequential of the children of lightly's ResNetGenerator has none
 
     @property
     def num_features(self) -> int:
@@ -59,6 +61,8 @@ _SUFFIX: dict[str, dict[str, object]] = {
     "cifar2": {"stem": "cifar-pad2"},
     "proj": {"project_first": True},
     "gn": {"norm": "group"},
+    "nopool": {"stem_pool": False},
+    "norelu": {"stem_relu": False},
 }
 
 
@@ -67,7 +71,7 @@ def parse_arch(name: str) -> Arch | None:
 
     The parts after a dash: `sk` selective kernels, `d` ResNet-D, `cifar` a 3x3 stem without pooling
     (`cifar2`: with solo-learn's padding of 2), `proj` a projection in layer1.0 of a ResNet-18/34,
-    `gn` group instead of batch norm.
+    `gn` group instead of batch norm, `nopool` no max-pooling after the stem, `norelu` no ReLU after bn1.
     """
     base, *suffixes = name.split("-")
     if "-".join([base, *suffixes[:1]]) in NAMED:
@@ -244,11 +248,11 @@ class ResNet(nn.Module):
         self.num_features = arch.num_features
         self.conv1 = self._stem(arch, padding)
         self.bn1 = _norm(arch, arch.width)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu: nn.Module = nn.ReLU(inplace=True) if arch.stem_relu else nn.Identity()
         self.maxpool: nn.Module = nn.MaxPool2d(3, 2, padding=1)
         if padding in ("tf", "same"):
             self.maxpool = SameMaxPool2d(3, 2)
-        if arch.stem.startswith("cifar") or arch.stem == "small":
+        if arch.stem.startswith("cifar") or arch.stem == "small" or not arch.stem_pool:
             self.maxpool = nn.Identity()
         inputs = arch.width
         for stage, depth in enumerate(arch.layers):

@@ -27,12 +27,28 @@ weights check FILE --names`. A name or a shape that does not fit stops the load.
 - **Several trunks in one file** (online and momentum, student and teacher): formats that we know
   say which one is meant. Otherwise the load stops and names them; pick one by its prefix,
   `--init 'FILE::PREFIX'`. SimCLR-v2's EMA copy is `--init simclrv2-sk1::ema_model`. After `::` the
-  name of a format forces that format.
+  name of a format forces that format. A part that is picked by its prefix keeps the format of the
+  complete file: its padding, its input and its stem.
+- **Parts inside a backbone that we do not know**, such as attention modules, stop the load: without
+  them the features would be wrong. Heads, queues and momentum copies beside it are dropped.
 - **Heads** are always new. A classifier in the file has seen labels (SimCLR-v2's `head_supervised`
-  all of ImageNet's); it is used only when it is named, by `keep_head`.
+  all of ImageNet's); it is used only when it is named, by `keep_head`. It was trained on the
+  backbone's features, so `keep_head` does not go with `head_from: 1`, except for our own exports.
 - **Padding** has no tensors, so a wrong choice loads without a complaint and shifts every feature.
   It comes with the format: `torch` symmetric; `tf` SimCLR (SAME pooling); `same` haiku (SAME
   everywhere); `port` the PyTorch port of SimCLR-v2 as the published MILe code runs it.
+- **A 3x3 stem** has padding 1 in most code and padding 2 in solo-learn. solo-learn's own files are
+  recognised, except those from before April 2022 without a momentum copy. Where a file does not tell
+  (such a file, an extracted backbone, your own module with `backbone` and `classifier`), the load
+  stops and asks: `--arch resnet18-cifar` is padding 1, `--arch resnet18-cifar2` is padding 2. In
+  Python it is `finetune_mile.load(FILE, arch=...)`; with `--model` and `--teacher`, append it to the
+  file, `FILE::resnet18-cifar`.
+- **Other things that no tensor shows** are part of the network's name, so that exports keep them:
+  `resnet18-nopool` has no max-pooling after a 7x7 stem (lightning-bolts on STL-10), `-norelu` no ReLU
+  after `bn1` (a Sequential of the children of lightly's ResNetGenerator),
+  `timm:vit_small_patch16_224:heads=12` another number of attention heads than timm's (MoCo-v3). They
+  are read from the file where it tells, and can be given with `--arch`.
+- Infinite or undefined numbers in any tensor that is loaded, and negative variances, stop the load.
 - Our own exports carry all this in the header of `model.safetensors`.
 """
 

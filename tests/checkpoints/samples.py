@@ -175,7 +175,9 @@ SAMPLES: dict[str, Callable[[], Contents]] = {
         as_children(trunk("resnet18")), under("backbone_momentum.", as_children(trunk("resnet18")))
     ),
     "lightly-generator": lambda: _lightly(as_children(as_generator(trunk("resnet18-cifar")), 2), {}),
-    "lightly-benchmark": lambda: _lightly(trunk("resnet50"), linear("online_classifier.linear_head", 2048, 1000)),
+    "lightly-benchmark": lambda: _lightly(
+        trunk("resnet50"), linear("online_classifier.classification_head", 2048, 1000)
+    ),
     "tonylins": _tonylins,
     "byol-convert": lambda: byol_convert(trunk("resnet18-proj")),
     "torchvision": lambda: flat(trunk("resnet50") | linear("fc", 2048, 1000)),

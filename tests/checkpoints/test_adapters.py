@@ -20,6 +20,7 @@ from finetune_mile.checkpoints.detect import detect, read_arch
 from finetune_mile.checkpoints.fitting import build_for, check_fit
 from finetune_mile.checkpoints.loading import open_contents
 from finetune_mile.checkpoints.locating import Located
+from finetune_mile.checkpoints.marks import Marks
 from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.problems import Problem
 
@@ -34,7 +35,7 @@ def fit(contents: Contents, name: str) -> None:
     adapted = adapt(found.contents, found.adapter, source="sample.pth")
     tensors = {n: t for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
     shapes = {n: tuple(t.shape) for n, t in tensors.items()}
-    arch = read_arch(shapes, cifar_stem=found.adapter.cifar_stem, source="sample.pth")
+    arch = read_arch(shapes, Marks(cifar_stem=found.adapter.cifar_stem), source="sample.pth")
     check_fit(build_for(arch, found.adapter.padding, None), tensors, source="sample.pth")
 
 

@@ -27,7 +27,9 @@ from torch import Tensor
 from finetune_mile.checkpoints.detect import BEHIND_PREFIX, read_arch
 from finetune_mile.checkpoints.loading import Opened, open_contents
 from finetune_mile.checkpoints.locating import Located
+from finetune_mile.checkpoints.marks import Marks
 from finetune_mile.checkpoints.readers import Contents
+from finetune_mile.networks.heads import build
 from finetune_mile.networks.resnets import DEPTHS, name_arch, parse_arch
 from finetune_mile.problems import Problem
 
@@ -149,15 +151,118 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_architecture_is_read_from_shapes(name: str) -> None:
     shapes = {n: tuple(t.shape) for n, t in trunk(name).items()}
-    assert read_arch(shapes, cifar_stem="cifar", source="x") == name
+    assert read_arch(shapes, Marks(), source="x") == name
     arch = parse_arch(name)
     assert arch is not None
     assert name_arch(arch) == name
 
 
-def test_solo_learns_cifar_stem_has_its_padding() -> None:
-    state = under("backbone.", trunk("resnet18-cifar")) | linear("classifier", 512, 10)
-    assert open_it(torch_file(state_dict=state)).report.arch == "resnet18-cifar2"
+LIGHTNING = {"pytorch-lightning_version": "2.6.6"}
+PROBE = linear("classifier", 512, 10)
+
+
+def channels_last(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t for n, t in tensors.items()}
+
+
+@pytest.mark.parametrize("mark", ["momentum copy", "channels last", "named"])
+def test_solo_learns_cifar_stem_has_its_padding(mark: str) -> None:
+    backbone = under("backbone.", trunk("resnet18-cifar"))
+    state = backbone | PROBE | linear("projector.0", 512, 64)
+    if mark == "momentum copy":
+        state |= under("momentum_backbone.", trunk("resnet18-cifar"))
+    elif mark == "channels last":
+        state = channels_last(state)
+    tree = LIGHTNING if mark != "named" else {}
+    opened = open_it(torch_file(state_dict=state, **tree), "solo-learn" if mark == "named" else None)
+    assert opened.report.arch == "resnet18-cifar2"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        linear("projector.0", 512, 64),
+        under("momentum_backbone.", trunk("resnet18-cifar")),
+    ],
+)
+@pytest.mark.parametrize("choice", [None, "state_dict/backbone", "state_dict/encoder"])
+def test_common_names_do_not_make_a_file_solo_learns(extra: dict[str, Tensor], choice: str | None) -> None:
+    """A user's own Lightning module calls its parts backbone, classifier and projector too."""
+    trunk_name = "encoder." if choice == "state_dict/encoder" else "backbone."
+    state = under(trunk_name, trunk("resnet18-cifar")) | PROBE | extra
+    contents = torch_file(state_dict=state, hyper_parameters={"lr": 0.1}, **LIGHTNING)
+    with pytest.raises(Problem, match=r"3x3 stem.*--arch resnet18-cifar \(.*--arch resnet18-cifar2 \("):
+        open_it(contents, choice)
+
+
+@pytest.mark.parametrize(("arch", "asks"), [("resnet18-cifar", True), ("resnet18", False), ("resnet-demo", False)])
+def test_only_a_3x3_stem_that_solo_learn_may_have_made_is_asked_about(arch: str, asks: bool) -> None:
+    bare, own = flat(trunk(arch)), flat(trunk(arch) | linear("fc", 512, 10))
+    assert open_it(own).report.arch == arch  # solo-learn's backbones have no fc
+    if asks:
+        with pytest.raises(Problem, match="3x3 stem"):
+            open_it(bare)
+        assert open_it(bare, "torchvision").report.arch == arch
+    else:
+        assert open_it(bare).report.arch == arch
+
+
+@pytest.mark.parametrize(
+    ("arch", "first_conv", "pool", "found"),
+    [
+        ("resnet18", True, True, "resnet18"),
+        ("resnet18", True, False, "resnet18-nopool"),
+        ("resnet18-cifar", False, False, "resnet18-cifar"),
+        ("resnet18", False, False, "resnet18"),  # not what the tensors show: these settings are of something else
+        ("resnet18-cifar", False, True, None),
+    ],
+)
+def test_lightning_bolts_says_what_follows_the_stem(arch: str, first_conv: bool, pool: bool, found: str | None) -> None:
+    settings = {"first_conv": first_conv, "maxpool1": pool}
+    contents = torch_file(state_dict=under("encoder.", trunk(arch)), hyper_parameters=settings)
+    if found is None:
+        with pytest.raises(Problem, match="a 3x3 stem with max-pooling is not supported"):
+            open_it(contents)
+    else:
+        assert open_it(contents).report.arch == found
+
+
+@pytest.mark.parametrize(
+    ("arch", "sentence"),
+    [
+        ("timm:vit_tiny_patch16_224:heads=5", "cannot be built with 5 heads"),
+        ("timm:resnet18:heads=2", "cannot be built with 2 heads"),
+        ("timm:resnet18:depth=2", "expected timm:NAME or timm:NAME:heads=N"),
+    ],
+)
+def test_attention_heads_that_timm_cannot_build_are_one_sentence(arch: str, sentence: str) -> None:
+    with pytest.raises(Problem, match=f"--arch {arch}: .*{sentence}"):
+        build(arch)
+
+
+def test_a_network_after_the_file_and_another_by_arch_are_refused() -> None:
+    bare = flat(trunk("resnet18-cifar"))
+    with pytest.raises(Problem, match=r"mine\.pth::resnet18-cifar2 and --arch resnet18-cifar name two networks"):
+        open_contents(bare, HERE, choice="resnet18-cifar2", arch="resnet18-cifar", head_from=0)
+
+
+@pytest.mark.parametrize("name", ["ca.fc1.weight", "se.weight", "fc_norm.weight", "attention_1.bias", "norm2.bias"])
+def test_unknown_modules_inside_the_backbone_are_refused(name: str) -> None:
+    for prefix in ("", "net."):
+        contents = torch_file(state_dict=under(prefix, demo() | {name: light("", (3,)), "queue": light("", (3,))}))
+        with pytest.raises(Problem, match=rf"the backbone has parts .*{re.escape(name)}.*features would be wrong"):
+            open_it(contents)
+
+
+@pytest.mark.parametrize("name", ["linear.weight", "projection.0.weight", "queue_ptr", "momentum_encoder.x", "neck.y"])
+def test_what_is_beside_the_backbone_is_dropped(name: str) -> None:
+    for prefix in ("", "net."):
+        tree = under(prefix, demo() | {name: light("", (3,))})
+        report = open_it(torch_file(model=tree, optimizer={"state": {0: {"exp_avg": light("", (3,))}}})).report
+        assert report.dropped == (f"model/{prefix}{name}", "optimizer/state/0/exp_avg")
+    flat_file = torch_file(**demo(), **{name: light("", (3,))}, optimizer={"state": {0: {"step": light("", (3,))}}})
+    assert set(open_it(flat_file).report.dropped) == {name, "optimizer/state/0/step"}
 
 
 @pytest.mark.parametrize(

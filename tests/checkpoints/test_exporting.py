@@ -63,6 +63,11 @@ def test_an_exported_projection_layer_comes_back(tmp_path: Path) -> None:
     again, _, report = load(tmp_path / "export")
     assert "proj.1.running_mean" in report.loaded
     assert get_head(again).in_features == 2048
+    # the head of our own export belongs on its projection, so it may be kept
+    write_export(tmp_path / "tuned", again, CONFIG | {"arch": "resnet50"})
+    kept, _, report = load(tmp_path / "tuned", keep_head="fc", head_from=1)
+    assert torch.equal(get_head(kept).weight, get_head(again).weight)
+    assert {"proj.0.weight", "fc.weight"} <= set(report.loaded)
 
 
 @pytest.mark.parametrize("arch", ["timm:vit_tiny_patch16_224", "resnet-demo-gn", "resnet18-cifar2"])

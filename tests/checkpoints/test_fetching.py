@@ -189,9 +189,31 @@ def test_offline_is_one_sentence_with_the_way_out(site: Site) -> None:
     assert f"; fetch {url} elsewhere and put it at {folder_of(card(site)) / 'a.pth'}" in sentence
 
 
-def test_a_web_page_is_not_a_checkpoint(site: Site) -> None:
-    site.content_type = "text/html; charset=utf-8"
-    with pytest.raises(Problem, match="web page"):
+@pytest.mark.parametrize(
+    ("content_type", "data"),
+    [
+        ("text/html; charset=utf-8", DATA),
+        ("Text/HTML", DATA),
+        ("application/octet-stream", b"<!DOCTYPE html><html><title>Sign in</title></html>"),
+        ("application/octet-stream", b"\xef\xbb\xbf\n  <HTML lang=en>" + DATA),
+    ],
+)
+def test_a_login_page_is_never_stored_as_weights(site: Site, content_type: str, data: bytes) -> None:
+    site.content_type, site.files["/a.pth"] = content_type, data
+    with pytest.raises(Problem, match=r"a\.pth could not be fetched \(.*web page, .*login") as caught:
+        fetch(card(site))
+    assert len(caught.value.sentences) == 1
+    assert [path.name for path in folder_of(card(site)).iterdir() if path.name != ".lock"] == []
+
+
+def test_a_login_page_saved_by_hand_or_by_an_older_version_is_refused(site: Site) -> None:
+    path = fetch(card(site))
+    page = b"<html>sign in</html>"
+    path.write_bytes(page)
+    stat = path.stat()
+    record = path.with_name("a.pth.seen.json")
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"bytes": len(page), "mtime_ns": stat.st_mtime_ns}))
+    with pytest.raises(Problem, match=r"a\.pth is damaged or another file \(a web page.*delete it"):
         fetch(card(site))
 
 

@@ -178,12 +178,60 @@ def test_a_wrong_claim_is_refused(file: Path, claim: str) -> None:
         load(file, arch=claim)
 
 
-def test_undefined_numbers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["layer1.0.bn1.running_var", "layer2.0.conv1.weight", "conv1.weight"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_undefined_numbers_are_refused(name: str, value: str, tmp_path: Path) -> None:
     tensors = trunk("resnet-demo", noise)
-    tensors["layer1.0.bn1.running_var"][3] = float("nan")
+    tensors[name].view(-1)[3] = float(value)
     torch.save(tensors, tmp_path / "nan.pth")
-    with pytest.raises(Problem, match=r"layer1\.0\.bn1\.running_var holds infinite or undefined"):
+    with pytest.raises(Problem, match=rf"nan\.pth: {re.escape(name)} has infinite or undefined numbers"):
         load(tmp_path / "nan.pth")
+
+
+def test_all_damaged_tensors_are_named(tmp_path: Path) -> None:
+    tensors = trunk("resnet-demo", noise)
+    for name in ("conv1.weight", "bn1.bias", "layer1.0.conv1.weight", "layer2.0.bn2.weight"):
+        tensors[name].view(-1)[0] = float("nan")
+    torch.save(tensors, tmp_path / "nan.pth")
+    with pytest.raises(Problem, match=r"conv1\.weight, bn1\.bias, layer1\.0\.conv1\.weight and 1 more have infinite"):
+        load(tmp_path / "nan.pth")
+
+
+def test_large_numbers_whose_sum_overflows_are_fine(tmp_path: Path) -> None:
+    tensors = trunk("resnet-demo", noise)
+    tensors["conv1.weight"].fill_(3e38)
+    torch.save(tensors, tmp_path / "large.pth")
+    load(tmp_path / "large.pth")
+
+
+def test_a_negative_variance_is_refused(tmp_path: Path) -> None:
+    tensors = trunk("resnet-demo", noise)
+    tensors["layer1.0.bn1.running_var"][3] = -0.1
+    torch.save(tensors, tmp_path / "x.pth")
+    with pytest.raises(Problem, match=r"layer1\.0\.bn1\.running_var has negative variances"):
+        load(tmp_path / "x.pth")
+
+
+def test_a_classifier_with_undefined_numbers_is_not_kept(tmp_path: Path) -> None:
+    tensors = trunk("resnet-demo", noise) | head()
+    tensors["fc.weight"][2, 3] = float("inf")
+    torch.save(tensors, tmp_path / "x.pth")
+    load(tmp_path / "x.pth")  # not used, so it does no harm
+    with pytest.raises(Problem, match=r"x\.pth: fc\.weight has infinite or undefined numbers"):
+        load(tmp_path / "x.pth", keep_head="fc")
+
+
+@pytest.mark.parametrize("format", ["simclr-tf", "separius-sk"])
+def test_keep_head_does_not_put_a_classifier_on_the_projection(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's classifier was trained on the backbone's features, which are as wide as the projection's."""
+    from finetune_mile.checkpoints import loading
+
+    here = Located(path=Path("x.pth"), name="x")
+    opened = open_contents(SAMPLES[format](), here, choice=None, arch=None, head_from=1)
+    monkeypatch.setattr(loading, "open_trunk", lambda *_, **__: opened)
+    name = opened.classifier_names["fc.weight"].removesuffix(".weight")
+    with pytest.raises(Problem, match=rf"--keep-head {name} .*head_from 1.*--set head_from=0"):
+        load("x.pth", num_classes=1000, keep_head=name, head_from=1)
 
 
 # ------------------------------------------------------------------------------------- from Python

@@ -242,14 +242,21 @@ def test_timm_networks(name: str) -> None:
 def test_lightlys_generator() -> None:
     from lightly.models import ResNetGenerator
 
-    whole = ResNetGenerator("resnet-18").eval()
-    children = list(whole.children())[:-1]
-    # lightly's forward has a ReLU between bn1 and layer1, which its children do not show
-    steps = [*children[:2], nn.ReLU(), *children[2:], nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    tensors = under("backbone.", dict(nn.Sequential(*children).state_dict()))
-    contents = Contents(container="torch-zip", tree=dict(tensors))
-    network = open_contents(contents, HERE, choice=None, arch=None, head_from=0).network
-    assert relative(network, nn.Sequential(*steps).eval(), 32) < 1e-5
+    complete = ResNetGenerator("resnet-18").eval()
+    children = list(complete.children())[:-1]
+    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    # The generator's forward has a ReLU between bn1 and layer1. It is no module, so a Sequential of its children,
+    # which lightly's benchmarks and examples train, has none.
+    with_relu = nn.Sequential(*children[:2], nn.ReLU(), *children[2:], *pool).eval()
+    for source, arch, reference in (
+        (nn.Sequential(*children), "resnet18-cifar-norelu", nn.Sequential(*children, *pool).eval()),
+        (complete, "resnet18-cifar", with_relu),
+    ):
+        tensors = {n: t for n, t in source.state_dict().items() if not n.startswith("linear.")}
+        contents = Contents(container="torch-zip", tree=dict(under("backbone.", tensors)))
+        opened = open_contents(contents, HERE, choice=None, arch=None, head_from=0)
+        assert opened.report.arch == arch
+        assert relative(opened.network, reference, 32) < 1e-5
 
 
 def test_our_resnet18_is_torchvisions() -> None:

@@ -190,7 +190,7 @@ def test_an_interaction_longer_than_the_budget_is_refused(method, tmp_path, caps
 
 
 def test_a_teacher_of_other_classes_is_refused_before_anything_is_written(tmp_path, capsys):
-    seven, _, _ = load_network("none", arch="resnet18-cifar", num_classes=7, head_bias="zero")
+    seven, _, _ = load_network("none", arch="resnet-demo", num_classes=7, head_bias="zero")
     torch.save({"state_dict": seven.state_dict()}, tmp_path / "seven.pth")
     headless = {name: tensor for name, tensor in seven.state_dict().items() if not name.startswith("fc.")}
     torch.save({"state_dict": headless}, tmp_path / "headless.pth")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from finetune_mile.checkpoints.adapters.adapter import Adapter, Tensors, UnknownKey, leaves
+from finetune_mile.checkpoints.adapters.adapter import Adapter, InsideBackbone, Tensors, UnknownKey, leaves
 from finetune_mile.checkpoints.adapters.byol import BYOL, BYOL_CONVERT
 from finetune_mile.checkpoints.adapters.lightly import LIGHTLY, LIGHTLY_BENCHMARK, LIGHTLY_GENERATOR
 from finetune_mile.checkpoints.adapters.moco import MOCO, MOCO_V3
@@ -74,10 +75,13 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str) -> Adapted:
     own = adapter.unwrap(contents)
     sources: dict[str, str] = {}
     tensors: Tensors = {}
-    dropped, unknown = [], []
+    dropped, unknown, inside = [], [], []
     for key, tensor in own.items():
         try:
             name = adapter.rename(key)
+        except InsideBackbone:
+            inside.append(key)
+            continue
         except UnknownKey:
             unknown.append(key)
             continue
@@ -87,15 +91,26 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str) -> Adapted:
         if name in tensors:
             raise Problem(f"{source}: {sources[name]} and {key} are both {name}; which one is meant is unclear")
         tensors[name], sources[name] = adapter.relayout(key, tensor), key
+    if inside:
+        raise Problem(
+            f"{source}: the backbone has parts that a plain ResNet or vision transformer does not have "
+            f"({few(inside)}), and without them its features would be wrong; if they belong to a head, "
+            "remove them from the file"
+        )
     if unknown:
         raise Problem(
             f"{source}: {len(unknown)} tensors do not belong to this format, first {unknown[0]} "
             f"{_shape(own[unknown[0]])}; name the trunk, as in --init FILE::PREFIX, to load it "
             "alone"
         )
-    inside = {id(tensor) for tensor in own.values()}
-    outside = [path for path, tensor in leaves(contents.tree) if id(tensor) not in inside]
+    seen = {id(tensor) for tensor in own.values()}
+    outside = [path for path, tensor in leaves(contents.tree) if id(tensor) not in seen]
     return Adapted(tensors=tensors, sources=sources, dropped=(*dropped, *outside))
+
+
+def few(names: Sequence[str]) -> str:
+    """Join the first three names and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _shape(tensor: Tensor) -> str:

@@ -29,6 +29,10 @@ class UnknownKey(LookupError):
     """A name that the format does not have: the load stops."""
 
 
+class InsideBackbone(UnknownKey):
+    """An unknown tensor among those of a backbone: without it the features would be wrong."""
+
+
 def as_it_is(key: str, tensor: Tensor) -> Tensor:
     """The layout of a torch file: nothing to do."""
     del key
@@ -55,7 +59,10 @@ class Adapter:
     method: str = "unknown"
     padding: Padding = "torch"
     preprocess: Preprocess = IMAGENET
-    cifar_stem: Stem = "cifar"
+    cifar_stem: Stem | None = "cifar"
+    """The form of a 3x3 stem; None: the names are those of two formats with different ones."""
+    stem_relu: bool = True
+    """Is there a ReLU after bn1?"""
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

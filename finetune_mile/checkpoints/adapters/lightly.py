@@ -38,10 +38,10 @@ _DROPPED = _MARKS - {"online_classifier"} | {
     "memory_bank",
     "criterion",
 }
-_PROBE = "online_classifier.linear_head."
+_PROBE = "online_classifier.classification_head."
 
 
-def _adapter(vocabulary: Vocabulary, says: str, *, without: tuple[str, ...] = ()) -> Adapter:
+def _adapter(vocabulary: Vocabulary, says: str, *, without: tuple[str, ...] = (), stem_relu: bool = True) -> Adapter:
     def recognise(contents: Contents) -> str | None:
         weights = state_dict_of(contents)
         inner = {below("backbone.", key) for key in weights}
@@ -53,7 +53,13 @@ def _adapter(vocabulary: Vocabulary, says: str, *, without: tuple[str, ...] = ()
             return None
         return f"backbone.* {says} beside {', '.join(sorted(marks))}"
 
-    return Adapter(recognise=recognise, unwrap=state_dict_of, rename=_rename_with(vocabulary), method="lightly")
+    return Adapter(
+        recognise=recognise,
+        unwrap=state_dict_of,
+        rename=_rename_with(vocabulary),
+        method="lightly",
+        stem_relu=stem_relu,
+    )
 
 
 def _rename_with(vocabulary: Vocabulary) -> Callable[[str], str | None]:
@@ -73,5 +79,6 @@ def _rename_with(vocabulary: Vocabulary) -> Callable[[str], str | None]:
 
 # 2 and 3, the ReLU and the pooling, have no tensors
 LIGHTLY = _adapter(sequential(4), "as the children of a torchvision ResNet", without=("2.", "3."))
-LIGHTLY_GENERATOR = _adapter(sequential(2), "as the children of lightly's ResNetGenerator")
+# the generator's own forward has a ReLU after bn1, a Sequential of its children has none
+LIGHTLY_GENERATOR = _adapter(sequential(2), "as the children of lightly's ResNetGenerator", stem_relu=False)
 LIGHTLY_BENCHMARK = _adapter(lambda key: torchvision_or_vit(key) or generator(key), "in torchvision names")

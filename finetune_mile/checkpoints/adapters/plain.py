@@ -68,7 +68,13 @@ def _is_tonylins(contents: Contents) -> str | None:
     return None
 
 
-TORCHVISION = Adapter(recognise=_is_torchvision, unwrap=state_dict_of, rename=_rename, method="torchvision")
+TORCHVISION = Adapter(
+    recognise=_is_torchvision,
+    unwrap=state_dict_of,
+    rename=_rename,
+    method="torchvision",
+    cifar_stem=None,  # an extracted backbone of solo-learn has the same names
+)
 VIT = Adapter(recognise=_is_vit, unwrap=state_dict_of, rename=_rename_vit, method="vit")
 TONYLINS = Adapter(
     recognise=_is_tonylins,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from finetune_mile.checkpoints.adapters.adapter import (
     Adapter,
     UnknownKey,
@@ -43,6 +45,23 @@ def _recognise(contents: Contents) -> str | None:
     if trunk is None or not marks:
         return None
     return f"{trunk}* in torchvision names beside {', '.join(sorted(marks))}"
+
+
+def has_own_marks(contents: Contents) -> bool:
+    """Whether a file is certainly solo-learn's: its names alone are common ones.
+
+    It is a Lightning file without hyper-parameters, the online probe `classifier` is there beside a part of the method,
+    and there is a momentum copy, or the convolutions are stored channels last (its default since April 2022).
+    """
+    weights = state_dict_of(contents)
+    parts = tops(weights)
+    lightning = "pytorch-lightning_version" in contents.tree and "hyper_parameters" not in contents.tree
+    if not lightning or "classifier" not in parts or not parts & _DROPPED:
+        return False
+    if parts & {"momentum_backbone", "momentum_encoder"}:
+        return True
+    convolutions = [t for k, t in weights.items() if k.startswith(_TRUNKS) and t.ndim == 4 and min(t.shape) > 1]
+    return bool(convolutions) and all(t.is_contiguous(memory_format=torch.channels_last) for t in convolutions)
 
 
 def _trunk_name(trunk: str, key: str) -> str | None:
