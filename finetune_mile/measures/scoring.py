@@ -53,7 +53,7 @@ def measure(
         given: (N,) integers, -1 = unlabelled, or (N, C) of 0 and 1.
         truth: (N, C) booleans where the true label sets are known; images with an empty set do not count there.
         activation: how logits become probabilities.
-        prediction_set: which rule the plain `f1@...` uses; the other ones are given by name.
+        prediction_set: which rule the plain `f1@...` and `coverage@...` use; F1 by the other rule is given by name.
         rho: the pseudo-label threshold, for f1@rho.
         main: (N,) the class of the main object, where it is known.
         thresholds: more of them for f1@...
@@ -66,7 +66,8 @@ def measure(
         truth = given > 0
     if main is not None:
         found.samples["main_accuracy"] = 100 * metrics.top_k(logits, main, 1).double()
-    found.samples["coverage@0.25"] = metrics.count_true(probabilities > 0.25).double()
+    predicted = metrics.predicted_set(probabilities, 0.25, prediction_set)
+    found.samples["coverage@0.25"] = metrics.count_true(predicted).double()
     if truth is not None:
         _set_scores(found, logits, probabilities, truth, prediction_set, rho, thresholds)
         if main is not None:  # what a perfect classifier of the main object would have, and no more
