@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -46,6 +48,7 @@ class LoadReport:
     dropped: tuple[str, ...]
     stubs: tuple[str, ...] = ()  # foreign objects in the file, never called
     mapping: dict[str, str] = field(default_factory=dict)  # a recognised prefix, and what it became
+    classifier: int = 0  # classes of a trained classifier in the file, used or not; 0: there is none
 
     def to_json(self) -> dict[str, object]:
         """Counts first, then the names: the contents of init.json."""
@@ -62,6 +65,7 @@ class Opened:
     report: LoadReport
     classifier: dict[str, Tensor] = field(default_factory=dict)  # fc.weight (C, D), fc.bias (C,)
     classifier_names: dict[str, str] = field(default_factory=dict)  # what the file calls them
+    config: dict[str, Any] = field(default_factory=dict)  # of the export: its header, or config.json beside the file
 
 
 def load_network(
@@ -95,12 +99,23 @@ def load_network(
     own = opened.classifier_names
     called = "fc.weight" if report.format == "finetune-mile" else own.get("fc.weight", "")
     keep_classifier(network, opened.classifier, called, keep_head, source=init)
-    report = replace(
+    return network, opened.card, _with_head_loaded(report, network, own)
+
+
+def keep_own_head(opened: Opened, source: str) -> tuple[nn.Module, LoadReport]:
+    """Put the classifier of an opened file back on its trunk, in place; the caller has asked for it."""
+    network = opened.network
+    new_head(network, opened.report.classifier, "zero")
+    keep_classifier(network, opened.classifier, "fc", "fc", source=source)
+    return network, _with_head_loaded(opened.report, network, opened.classifier_names)
+
+
+def _with_head_loaded(report: LoadReport, network: nn.Module, own: Mapping[str, str]) -> LoadReport:
+    return replace(
         report,
         loaded=(*report.loaded, *head_names(network)),
         dropped=tuple(name for name in report.dropped if name not in own.values()),
     )
-    return network, opened.card, report
 
 
 def open_trunk(init: str, *, arch: str | None = None, head_from: int = 0) -> Opened:
@@ -164,19 +179,21 @@ def open_contents(
     check_fit(network, parts, source=source)
     reset = fill(network, parts, source=source)
     unused = [own for ours, own in adapted.sources.items() if ours not in parts]
+    heads = {ours: tensor for ours, tensor in adapted.tensors.items() if ours.startswith("fc.")}
     report = LoadReport(
         format=found.format, why=found.why, arch=name, padding=padding,
         loaded=tuple(sorted(parts)), reset=reset,
         dropped=(*unused, *adapted.dropped, *found.outside),
         stubs=contents.stubs, mapping=found.mapping,
+        classifier=len(heads["fc.weight"]) if set(heads) == {"fc.weight", "fc.bias"} else 0,
     )  # fmt: skip
-    heads = {ours: tensor for ours, tensor in adapted.tensors.items() if ours.startswith("fc.")}
     return Opened(
         network=network,
         card=card or _card(located.name, found, facts, name, padding),
         report=report,
         classifier=heads,
         classifier_names={ours: adapted.sources[ours] for ours in heads},
+        config=config_of(contents) or located.config,
     )
 
 

@@ -44,6 +44,8 @@ Trained by finetune_mile from `{recipe.init}` on {recipe.fraction:.0%} of the la
 
 ```python
 import finetune_mile
-model = finetune_mile.load("export", num_classes={config["num_classes"]})
+
+model = finetune_mile.load_classifier("export")  # the folder of this file
+print(model.predict("photo.jpg")[:3])  # (class, probability), the most likely class first
 ```
 """
