@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from finetune_mile.checkpoints.detect import (
 from finetune_mile.checkpoints.fitting import (
     build_for,
     check_fit,
+    check_head_name,
     fill,
     head_names,
     keep_classifier,
@@ -33,6 +34,8 @@ from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_
 from finetune_mile.networks.heads import HeadBias, HeadWeight, build, new_head
 from finetune_mile.networks.resnets import Padding, parse_arch
 from finetune_mile.problems import Problem
+
+Activation = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,22 @@ class Opened:
     classifier_names: dict[str, str] = field(default_factory=dict)  # what the file calls them
     config: dict[str, Any] = field(default_factory=dict)  # of the export: its header, or config.json beside the file
 
+    @property
+    def called(self) -> str:
+        """The name under which a user asks for the classifier's weight; empty without one."""
+        return "fc.weight" if self.report.format == "finetune-mile" else self.classifier_names.get("fc.weight", "")
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """The names of the classifier's classes, where the file has them."""
+        names = self.config.get("classes") or self.config.get("label_names")  # timm's word for them
+        return tuple(map(str, names)) if isinstance(names, list) and len(names) == self.report.classifier else None
+
+    @property
+    def activation(self) -> Activation | None:
+        """How the classifier was trained, where the file says it."""
+        return next((word for word in get_args(Activation) if word == self.config.get("activation")), None)
+
 
 def load_network(
     init: str,
@@ -96,17 +115,16 @@ def load_network(
     if keep_head is None:
         report = replace(report, reset=(*report.reset, *head_names(network)))
         return network, opened.card, report
-    own = opened.classifier_names
-    called = "fc.weight" if report.format == "finetune-mile" else own.get("fc.weight", "")
-    keep_classifier(network, opened.classifier, called, keep_head, source=init)
-    return network, opened.card, _with_head_loaded(report, network, own)
+    check_head_name(opened.classifier, opened.called, keep_head, source=init)
+    keep_classifier(network, opened.classifier, keep_head)
+    return network, opened.card, _with_head_loaded(report, network, opened.classifier_names)
 
 
-def keep_own_head(opened: Opened, source: str) -> tuple[nn.Module, LoadReport]:
+def keep_own_head(opened: Opened) -> tuple[nn.Module, LoadReport]:
     """Put the classifier of an opened file back on its trunk, in place; the caller has asked for it."""
     network = opened.network
     new_head(network, opened.report.classifier, "zero")
-    keep_classifier(network, opened.classifier, "fc", "fc", source=source)
+    keep_classifier(network, opened.classifier, "fc")
     return network, _with_head_loaded(opened.report, network, opened.classifier_names)
 
 

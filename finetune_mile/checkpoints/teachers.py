@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.cards import Card, Preprocess
-from finetune_mile.checkpoints.loading import LoadReport, keep_own_head, open_trunk
+from finetune_mile.checkpoints.loading import Activation, LoadReport, keep_own_head, open_trunk
 from finetune_mile.networks.heads import get_head
 from finetune_mile.problems import Problem
-
-Activation = Literal["softmax", "sigmoid"]
 
 
 class Renormalised(nn.Module):
@@ -68,13 +65,9 @@ def open_with_head(source: str, flag: str) -> WithHead:
     opened = open_trunk(source)
     if not opened.report.classifier:
         raise Problem(f"{flag} {source}: it has no classifier; give a finished run or a fine-tuned checkpoint")
-    network, report = keep_own_head(opened, source)
-    names = opened.config.get("classes") or opened.config.get("label_names")  # ours, or timm's word for them
-    activation = opened.config.get("activation")
+    network, report = keep_own_head(opened)
     return WithHead(
-        network=network.eval(), card=opened.card, report=report,
-        classes=tuple(map(str, names)) if isinstance(names, list) and len(names) == report.classifier else None,
-        activation=activation if activation in ("softmax", "sigmoid") else None,
+        network=network.eval(), card=opened.card, report=report, classes=opened.classes, activation=opened.activation
     )  # fmt: skip
 
 

@@ -28,8 +28,12 @@ weights check FILE --names`. A name or a shape that does not fit stops the load.
   say which one is meant. Otherwise the load stops and names them; pick one by its prefix,
   `--init 'FILE::PREFIX'`. SimCLR-v2's EMA copy is `--init simclrv2-sk1::ema_model`. After `::` the
   name of a format forces that format.
-- **Heads** are always new. A classifier in the file has seen labels (SimCLR-v2's `head_supervised`
-  all of ImageNet's); it is used only when it is named, by `keep_head`.
+- **Heads** are always new in a run. A classifier in the file has seen labels (SimCLR-v2's
+  `head_supervised` all of ImageNet's); it is used only when it is named, by `keep_head`.
+- **The classifier that a run trained**: `finetune_mile.load_classifier(RUN)` loads it, with its
+  classes and `.predict("photo.jpg")`; `finetune_mile.load(RUN, num_classes=C)` does not, and warns.
+  `finetune-mile weights convert RUN OUT` (also `--to timm`) keeps it; `--drop-head` leaves it out.
+  The classifier of another file is left out unless `--keep-head NAME` asks for it.
 - **Padding** has no tensors, so a wrong choice loads without a complaint and shifts every feature.
   It comes with the format: `torch` symmetric; `tf` SimCLR (SAME pooling); `same` haiku (SAME
   everywhere); `port` the PyTorch port of SimCLR-v2 as the published MILe code runs it.
