@@ -76,8 +76,9 @@ def measure(
         _class_scores(found, logits if activation == "sigmoid" else logits.log_softmax(1), given, truth)
         _class_table(found, probabilities, truth)
     found.order = [
-        "images", "accuracy", "main_accuracy", "top5", "coverage@0.25", "images_with_set", "real_acc", "lrap",
-        "trivial_f1", *(key for key in found.samples if key.startswith("f1")), "best_threshold", "map", "recovery_map",
+        "images", "images_with_label", "accuracy", "chance_accuracy", "majority_accuracy", "main_accuracy", "top5",
+        "coverage@0.25", "images_with_set", "real_acc", "lrap", "trivial_f1",
+        *(key for key in found.samples if key.startswith("f1")), "best_threshold", "map", "recovery_map",
     ]  # fmt: skip
     return found
 
@@ -86,6 +87,11 @@ def _given_scores(found: Measured, logits: Tensor, given: Tensor) -> None:
     labelled, num_classes = given >= 0, logits.shape[1]
     counts = torch.bincount(given[labelled], minlength=num_classes)
     found.table["given"] = counts
+    known = int(labelled.sum())
+    if known:  # what guessing reaches, and what always answering the most frequent class does
+        found.facts |= {"chance_accuracy": 100 / num_classes, "majority_accuracy": 100 * int(counts.max()) / known}
+    if known < len(given):
+        found.facts["images_with_label"] = float(known)
     for key, k in (("accuracy", 1), ("top5", 5)):
         right = torch.where(labelled, 100 * metrics.top_k(logits, given, k).double(), torch.nan)
         found.samples[key] = right

@@ -70,6 +70,7 @@ def test_model_card_snippet_gives_the_trained_classifier(
     accuracy = 100 * np.mean([name == str(label) for name, label in zip(best, labels, strict=True)])
     results = json.loads((run / "results.json").read_text())
     assert results["accuracy"] > 20, "a run that learned nothing would prove nothing"
+    assert "learned nothing" not in (run / "export/README.md").read_text() + (run / "report.html").read_text()
     assert accuracy == pytest.approx(results["accuracy"], abs=1e-9)
     assert cli.main(["eval", "--model", f"run:{run}", "--out", str(tmp_path / "eval"), "--draws", "0"]) == 0
     assert accuracy == pytest.approx(json.loads((tmp_path / "eval/results.json").read_text())["accuracy"], abs=1e-9)
