@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import LoadReport
 from finetune_mile.display import Display, closing_table
+from finetune_mile.images.bad_images import say_skipped
 from finetune_mile.labelling import pool_labeller
 from finetune_mile.learning import saving
 from finetune_mile.learning.loop import Average, train
@@ -154,6 +155,8 @@ def _finish(session: Session, learner: nn.Module, folder: RunFolder) -> None:
     shown = session.logits(learner, data.val, gallery_images(session).numpy())
     if not accelerator.is_main_process:  # what follows is files only; no process waits for another
         return
+    skipped = len(session.bad.read())
+    results |= {"bad_images": skipped, "unreadable_files": sum(data.unreadable.values())}
     write_json(folder.path / "results.json", results)
     warning = learned_nothing(
         results, steps=recipe.steps or 0, data=recipe.data,
@@ -178,4 +181,7 @@ def _finish(session: Session, learner: nn.Module, folder: RunFolder) -> None:
     out = Console(stderr=True)
     if warning is not None:
         out.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    out.print(closing_table(results, title), f"\n{folder.path / 'report.html'}")
+    out.print(closing_table(results, title))
+    if skipped:
+        out.print(say_skipped(skipped, session.bad.path), markup=False, highlight=False, soft_wrap=True)
+    out.print(f"\n{folder.path / 'report.html'}")
