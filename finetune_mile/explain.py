@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
+from finetune_mile.images.bad_images import say_unreadable
 from finetune_mile.learning.phases import Phase, trace
 from finetune_mile.plan import Plan
 from finetune_mile.settings import Resolved
@@ -44,6 +45,9 @@ def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport
         f"{f'{aside:,} are held out for rho: auto, ' if aside else ''}"
         f"{len(session.data.val):,} to evaluate on, {session.num_classes:,} classes"
     )
+    if session.data.unreadable:
+        sentence = f"warning: --data {recipe.data}: {say_unreadable(session.data.unreadable)}"
+        out.print(sentence, style="yellow", markup=False)
     share = recipe.batch_size // (world * recipe.accumulate)
     out.print(
         f"method  {recipe.method} ({recipe.variant} variant): {plan.total_steps:,} steps = "

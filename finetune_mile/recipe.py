@@ -177,7 +177,7 @@ class Evaluate(Section):
     images: int | None = Field(gt=0, description="validation images at each phase's end; null: all")
     every: Amount | None = Field(description="also every so often inside a phase; null: phase ends only")
     prediction_set: Literal["threshold", "argmax_or_threshold"] = Field(
-        description="what counts as predicted in f1@...: p > t, or that and the best class"
+        description="what counts as predicted in f1@... and coverage@...: p > t, or that and the best class"
     )
     thresholds: tuple[Rho, ...] = Field(default=(), description="f1@... also at these, beside 0.25, 0.5 and rho")
     labels: bool = Field(default=True, description="write labels.parquet for the training images")

@@ -33,6 +33,7 @@ from finetune_mile.learning.roles import Roles
 from finetune_mile.learning.stores import LabelStore
 from finetune_mile.measures.evaluation import predict
 from finetune_mile.measures.generations import pick_probe
+from finetune_mile.measures.learned import LossAlarm, lower_rates
 from finetune_mile.measures.scoring import measure
 from finetune_mile.plan import labelled_per_batch
 from finetune_mile.problems import Failed
@@ -154,6 +155,18 @@ class Session:
         logits = self.logits(network, self.pools.images, picked)
         good = ~logits.isnan().all(1)
         return logits[good], self.pools.images.given[torch.from_numpy(picked)][good]
+
+    def alarm(self) -> LossAlarm:
+        """What watches the training loss."""
+        given, recipe = self.pools.images.given, self.recipe
+        labels = 1.0
+        if given.ndim == 2:
+            counts = (given > 0).sum(1).double()
+            labels = float(counts[given[:, 0] >= 0].mean())
+        return LossAlarm(
+            num_classes=self.num_classes, given_labels=labels, head_bias=recipe.head_bias,
+            advice=lower_rates(recipe.optimizer.lr, recipe.optimizer.head_lr),
+        )  # fmt: skip
 
     def gate(self, roles: Roles, tell: Callable[[int, Verdict], None]) -> Gate | None:
         """What decides how the imitations of `rho: auto` are played."""

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import LoadReport
 from finetune_mile.display import Display, closing_table
+from finetune_mile.images.bad_images import say_skipped
 from finetune_mile.labelling import pool_labeller
 from finetune_mile.learning import saving
 from finetune_mile.learning.loop import Average, train
 from finetune_mile.learning.optim import make_optimizer, parameter_groups, rate_at
 from finetune_mile.learning.roles import Roles, copy_into
+from finetune_mile.measures.learned import learned_nothing, lower_rates
 from finetune_mile.outcome import open_on_main, warn_of_spread, weight_spread, write_labels
 from finetune_mile.pages.model_card import model_card
 from finetune_mile.pages.report import gallery_images, write_report
@@ -95,7 +97,7 @@ def _train(
 
     with Display(plan.total_steps, step, visible=accelerator.is_main_process) as display:
         watch = Watch(
-            accelerator, folder, display, signals, plan, num_classes=session.num_classes,
+            accelerator, folder, display, signals, plan, session.alarm(), num_classes=session.num_classes,
             log_every=recipe.log_every, checkpoint_every=recipe.checkpoint_every,
             evaluate_every=None if recipe.evaluate.every is None else plan.steps(recipe.evaluate.every),
             save=save, evaluate=lambda: session.evaluate(network, recipe.evaluate.images),
@@ -147,7 +149,13 @@ def _finish(session: Session, learner: nn.Module, folder: RunFolder) -> None:
     shown = session.logits(learner, data.val, gallery_images(session).numpy())
     if not accelerator.is_main_process:  # what follows is files only; no process waits for another
         return
+    skipped = len(session.bad.read())
+    results |= {"bad_images": skipped, "unreadable_files": sum(data.unreadable.values())}
     write_json(folder.path / "results.json", results)
+    warning = learned_nothing(
+        results, steps=recipe.steps or 0, data=recipe.data,
+        advice=lower_rates(recipe.optimizer.lr, recipe.optimizer.head_lr),
+    )  # fmt: skip
     if found is not None:
         ids = [session.pools.images.ids[i] for i in labelled]
         given = session.pools.images.given[torch.from_numpy(labelled)]
@@ -159,9 +167,15 @@ def _finish(session: Session, learner: nn.Module, folder: RunFolder) -> None:
     }  # fmt: skip
     write_export(folder.path / "export", learner, config)
     with whole_file(folder.path / "export/README.md") as part:
-        part.write_text(model_card(recipe, config, results), encoding="utf-8")
-    write_report(session, shown, folder, results)
+        part.write_text(model_card(recipe, config, results, warning), encoding="utf-8")
+    write_report(session, shown, folder, results, warning)
     title = f"{recipe.method} on {data.name}: the student on {int(results['images']):,} images"
     from rich.console import Console
 
-    Console(stderr=True).print(closing_table(results, title), f"\n{folder.path / 'report.html'}")
+    out = Console(stderr=True)
+    if warning is not None:
+        out.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    out.print(closing_table(results, title))
+    if skipped:
+        out.print(say_skipped(skipped, session.bad.path), markup=False, highlight=False, soft_wrap=True)
+    out.print(f"\n{folder.path / 'report.html'}")

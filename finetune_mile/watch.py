@@ -20,6 +20,7 @@ from finetune_mile.learning.auto import Verdict
 from finetune_mile.learning.loop import StepRecord
 from finetune_mile.learning.phases import Auto, Given, Phase
 from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
+from finetune_mile.measures.learned import RATES, LossAlarm
 from finetune_mile.plan import Plan
 from finetune_mile.problems import Failed, Problem
 from finetune_mile.runlog import RunFolder, alone
@@ -134,6 +135,7 @@ class Watch:
         display: Display,
         signals: Signals,
         plan: Plan,
+        alarm: LossAlarm,
         *,
         num_classes: int,
         log_every: int,
@@ -151,6 +153,7 @@ class Watch:
             display: where the user looks.
             signals: whether to stop.
             plan: the phases.
+            alarm: says that the loss is too high.
             num_classes: C.
             log_every: steps between metrics.
             checkpoint_every: steps between checkpoints.
@@ -165,7 +168,7 @@ class Watch:
             display,
             signals,
         )
-        self.plan, self.num_classes = plan, num_classes
+        self.plan, self.alarm, self.num_classes = plan, alarm, num_classes
         self.log_every, self.checkpoint_every, self.evaluate_every = (
             log_every,
             checkpoint_every,
@@ -199,6 +202,7 @@ class Watch:
         self.probe_labels = extra["probe_labels"]
         report = extra["label_report"]
         self.label_report = None if report is None else LabelReport(**report)
+        self.alarm.load_state_dict(extra.get("alarm", {}))
         self.saved_step = step
         phase, ended = self.plan.phase_of(step)
         if self._look_due(step, ended=ended):
@@ -271,8 +275,9 @@ class Watch:
         loss = totals[0] / (len(window) * self.accelerator.num_processes)
         if not math.isfinite(loss):
             raise Failed(
-                f"the loss is {loss} at step {record.step} ({record.phase.name} {record.phase.generation}); "
-                "lower --lr, or set optimizer.clip"
+                f"the loss is {loss} at step {record.step} ({record.phase.name} {record.phase.generation}). "
+                f"Most likely {RATES}: lower --lr, for example {self.alarm.advice}, or limit the gradient with "
+                "--set optimizer.clip=1."
             )
         now = time.monotonic()
         self.busy_seconds += now - self._mark
@@ -292,10 +297,17 @@ class Watch:
             self.folder.append(line)
         self.accelerator.log({"train/loss": loss, "train/rate": record.share}, step=record.step)
         self.display.step(record.step, record.phase.name, record.phase.generation, speed, loss)
+        warning = self.alarm.see(
+            record.phase, loss, step=record.step, done=record.done, steps=len(window),
+            labels=totals[1] / (images * self.accelerator.num_processes) if counted else None,
+        )  # fmt: skip
+        if warning is not None:
+            self.display.warn(warning)
 
     def _save(self, step: int) -> None:
         report = None if self.label_report is None else asdict(self.label_report)
-        self.save(step, {"probe_labels": self.probe_labels, "label_report": report})
+        kept = {"probe_labels": self.probe_labels, "label_report": report, "alarm": self.alarm.state_dict()}
+        self.save(step, kept)
         self.saved_step = step
 
     def _stop_if_asked(self, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from finetune_mile.checkpoints.cards import Preprocess
 from finetune_mile.networks.heads import split_timm
 from finetune_mile.networks.resnets import ResNet
 from finetune_mile.problems import Problem
+from finetune_mile.runlog import whole_file
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _NEEDED = ("arch", "padding", "num_classes", *Preprocess.model_fields)
@@ -66,6 +68,10 @@ def write_timm(folder: Path, network: nn.Module, config: dict[str, Any]) -> None
     }
     if options:
         card["model_args"] = options
+    if config.get("classes"):
+        card["label_names"] = list(config["classes"])
+    if config.get("activation"):
+        card["activation"] = config["activation"]
     _write(folder, state, {"format": "pt"}, card)
 
 
@@ -95,11 +101,36 @@ def portable_state(network: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def check_free(folder: Path) -> None:
+    """Refuse a folder that has content, except what an export that was killed has left in it."""
+    if not folder.exists():
+        return
+    parts = [f".{WEIGHTS}.part", f".{CONFIG}.part"]
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else [folder.name]
+    ours = {*parts, CONFIG} if parts[0] in names else set(parts)  # the config is put in place first
+    if not folder.is_dir() or not set(names) <= ours:
+        raise Problem(f"{folder} is there already; give a folder that is new or empty")
+
+
 def _write(folder: Path, state: dict[str, Tensor], notes: dict[str, str], config: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{WEIGHTS}.part"
-    save_file(state, part, metadata=notes)
-    part.replace(folder / WEIGHTS)
-    part = folder / f".{CONFIG}.part"
-    part.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    part.replace(folder / CONFIG)
+    with whole_file(folder / WEIGHTS) as weights, whole_file(folder / CONFIG) as note:
+        weights.unlink(missing_ok=True)
+        weights.touch()
+        mode = stat.S_IMODE(weights.stat().st_mode)
+        save_file(state, weights, metadata=notes)
+        weights.chmod(mode)  # safetensors makes it readable by its owner alone, whatever the umask
+        _sort_notes(weights)
+        note.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _sort_notes(path: Path) -> None:
+    """Sort the metadata in a safetensors header, which come in random order: the same weights are the same bytes."""
+    with path.open("r+b") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= length:  # the same text in another order; a header may end in spaces
+            stream.seek(8)
+            stream.write(text.ljust(length))

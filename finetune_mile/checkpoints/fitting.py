@@ -101,13 +101,10 @@ def _ready(tensor: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def keep_classifier(
-    network: nn.Module, classifier: Mapping[str, Tensor], own: str, keep_head: str, *, source: str
-) -> None:
-    """Copy the file's classifier into the head of a network; it must be asked for by its own name.
+def check_head_name(classifier: Mapping[str, Tensor], own: str, keep_head: str, *, source: str) -> None:
+    """Refuse a file without a linear classifier, or one that has it under another name.
 
     Args:
-        network: with a new head.
         classifier: `fc.weight` (C, D) and `fc.bias` (C,).
         own: what the file calls the weight.
         keep_head: what the user calls the classifier.
@@ -117,6 +114,10 @@ def keep_classifier(
         raise Problem(f"--keep-head {keep_head}: {source} holds no linear classifier")
     if keep_head not in re.split(r"[./]", own):
         raise Problem(f"--keep-head {keep_head}: the classifier in {source} is called {own!r}")
+
+
+def keep_classifier(network: nn.Module, classifier: Mapping[str, Tensor], keep_head: str, *, source: str) -> None:
+    """Copy the file's classifier into the head of a network, which must have as many classes."""
     head = get_head(network)
     if head.weight.shape != classifier["fc.weight"].shape:
         have, need = tuple(classifier["fc.weight"].shape), tuple(head.weight.shape)

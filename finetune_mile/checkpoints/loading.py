@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from finetune_mile.checkpoints.detect import (
 from finetune_mile.checkpoints.fitting import (
     build_for,
     check_fit,
+    check_head_name,
     fill,
     head_names,
     keep_classifier,
@@ -33,6 +36,8 @@ from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_
 from finetune_mile.networks.heads import HeadBias, HeadWeight, build, new_head
 from finetune_mile.networks.resnets import Padding, parse_arch
 from finetune_mile.problems import Problem
+
+Activation = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,7 @@ class LoadReport:
     dropped: tuple[str, ...]
     stubs: tuple[str, ...] = ()  # foreign objects in the file, never called
     mapping: dict[str, str] = field(default_factory=dict)  # a recognised prefix, and what it became
+    classifier: int = 0  # classes of a trained classifier in the file, used or not; 0: there is none
 
     def to_json(self) -> dict[str, object]:
         """Counts first, then the names: the contents of init.json."""
@@ -64,6 +70,23 @@ class Opened:
     report: LoadReport
     classifier: dict[str, Tensor] = field(default_factory=dict)  # fc.weight (C, D), fc.bias (C,)
     classifier_names: dict[str, str] = field(default_factory=dict)  # what the file calls them
+    config: dict[str, Any] = field(default_factory=dict)  # of the export: its header, or config.json beside the file
+
+    @property
+    def called(self) -> str:
+        """The name under which a user asks for the classifier's weight; empty without one."""
+        return "fc.weight" if self.report.format == "finetune-mile" else self.classifier_names.get("fc.weight", "")
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """The names of the classifier's classes, where the file has them."""
+        names = self.config.get("classes") or self.config.get("label_names")  # timm's word for them
+        return tuple(map(str, names)) if isinstance(names, list) and len(names) == self.report.classifier else None
+
+    @property
+    def activation(self) -> Activation | None:
+        """How the classifier was trained, where the file says it."""
+        return next((word for word in get_args(Activation) if word == self.config.get("activation")), None)
 
 
 def load_network(
@@ -99,15 +122,25 @@ def load_network(
     if keep_head is None:
         report = replace(report, reset=(*report.reset, *head_names(network)))
         return network, opened.card, report
-    own = opened.classifier_names
-    called = "fc.weight" if report.format == "finetune-mile" else own.get("fc.weight", "")
-    keep_classifier(network, opened.classifier, called, keep_head, source=init)
-    report = replace(
+    check_head_name(opened.classifier, opened.called, keep_head, source=init)
+    keep_classifier(network, opened.classifier, keep_head, source=init)
+    return network, opened.card, _with_head_loaded(report, network, opened.classifier_names)
+
+
+def keep_own_head(opened: Opened) -> tuple[nn.Module, LoadReport]:
+    """Put the classifier of an opened file back on its trunk, in place; the caller has asked for it."""
+    network = opened.network
+    new_head(network, opened.report.classifier, "zero")
+    keep_classifier(network, opened.classifier, "fc", source=opened.card.name)
+    return network, _with_head_loaded(opened.report, network, opened.classifier_names)
+
+
+def _with_head_loaded(report: LoadReport, network: nn.Module, own: Mapping[str, str]) -> LoadReport:
+    return replace(
         report,
         loaded=(*report.loaded, *head_names(network)),
         dropped=tuple(name for name in report.dropped if name not in own.values()),
     )
-    return network, opened.card, report
 
 
 def open_trunk(init: str, *, arch: str | None = None, head_from: int = 0) -> Opened:
@@ -184,19 +217,21 @@ def open_contents(
     check_fit(network, parts, source=source)
     reset = fill(network, parts, source=source)
     unused = [own for ours, own in adapted.sources.items() if ours not in parts]
+    heads = {ours: tensor for ours, tensor in adapted.tensors.items() if ours.startswith("fc.")}
     report = LoadReport(
         format=found.format, why=found.why, arch=name, padding=padding,
         loaded=tuple(sorted(parts)), reset=reset,
         dropped=(*unused, *adapted.dropped, *found.outside),
         stubs=contents.stubs, mapping=found.mapping,
+        classifier=len(heads["fc.weight"]) if set(heads) == {"fc.weight", "fc.bias"} else 0,
     )  # fmt: skip
-    heads = {ours: tensor for ours, tensor in adapted.tensors.items() if ours.startswith("fc.")}
     return Opened(
         network=network,
         card=card or _card(located.name, found, facts, name, padding),
         report=report,
         classifier=heads,
         classifier_names={ours: adapted.sources[ours] for ours in heads},
+        config=config_of(contents) or located.config,
     )
 
 

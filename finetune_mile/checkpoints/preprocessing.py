@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import functional as tv
 
 from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.images.decoding import from_pil
 from finetune_mile.images.pipeline import centre_view, normalise
 from finetune_mile.problems import Problem
 
@@ -27,9 +27,10 @@ class Preprocessor:
         """Crop the centre, resize, normalise.
 
         Args:
-            image: a PIL image of any mode, or a uint8 tensor (3, H, W) in RGB order.
+            image: a PIL image of any mode, or a uint8 tensor (3, H, W) in RGB order. A PIL image is turned upright
+                and converted to RGB exactly as image files are in training.
         """
-        pixels = image if isinstance(image, Tensor) else tv.pil_to_tensor(image.convert("RGB"))
+        pixels = image if isinstance(image, Tensor) else from_pil(image)
         if pixels.dtype != torch.uint8 or pixels.ndim != 3 or pixels.shape[0] != 3:
             raise Problem(
                 f"preprocess takes a PIL image or a uint8 tensor (3, H, W), not {pixels.dtype} {tuple(pixels.shape)}"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.cards import Preprocess
-from finetune_mile.checkpoints.loading import load_network, open_trunk
-from finetune_mile.checkpoints.locating import locate
+from finetune_mile.checkpoints.cards import Card, Preprocess
+from finetune_mile.checkpoints.loading import Activation, LoadReport, keep_own_head, open_trunk
 from finetune_mile.networks.heads import get_head
 from finetune_mile.problems import Problem
 
@@ -42,25 +42,39 @@ class Renormalised(nn.Module):
         return logits
 
 
-def load_with_head(source: str, flag: str) -> tuple[nn.Module, Preprocess, tuple[str, ...] | None]:
-    """A network with the head that its file holds, its input convention, and its classes where the file names them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithHead:
+    """A network with the classifier of its file, and what the file says about it."""
+
+    network: nn.Module  # in eval mode
+    card: Card
+    report: LoadReport
+    classes: tuple[str, ...] | None  # C names, where the file has them
+    activation: Activation | None  # how the network was trained, where the file says it
+
+
+def open_with_head(source: str, flag: str) -> WithHead:
+    """A network with the head that its file holds; the file is read once.
 
     Args:
         source: a run folder, an export, or a checkpoint file with a classifier.
         flag: for messages.
     """
-    if not Path(source.partition("::")[0]).exists():
+    if not Path(source.partition("::")[0]).expanduser().exists():
         raise Problem(f"{flag} {source}: there is no such run folder or file")
     opened = open_trunk(source)
-    if "fc.weight" not in opened.classifier:
+    if not opened.report.classifier:
         raise Problem(f"{flag} {source}: it has no classifier; give a finished run or a fine-tuned checkpoint")
-    ours = opened.report.format == "finetune-mile"
-    name = "fc" if ours else opened.classifier_names["fc.weight"].removesuffix(".weight")
-    network, card, _ = load_network(
-        source, arch=None, num_classes=len(opened.classifier["fc.weight"]), head_bias="zero", keep_head=name
-    )
-    classes = locate(source.partition("::")[0]).config.get("classes")
-    return network.eval(), card.preprocess, None if classes is None else tuple(classes)
+    network, report = keep_own_head(opened)
+    return WithHead(
+        network=network.eval(), card=opened.card, report=report, classes=opened.classes, activation=opened.activation
+    )  # fmt: skip
+
+
+def load_with_head(source: str, flag: str) -> tuple[nn.Module, Preprocess, tuple[str, ...] | None]:
+    """The same as a tuple: the network, its input convention, and its classes where the file names them."""
+    opened = open_with_head(source, flag)
+    return opened.network, opened.card.preprocess, opened.classes
 
 
 def load_teacher(source: str, *, classes: tuple[str, ...], seen: Preprocess) -> nn.Module:

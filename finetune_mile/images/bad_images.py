@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from finetune_mile.problems import Problem
@@ -15,6 +17,25 @@ HEADER = ("split", "id", "reason")
 def allowed(images: int) -> int:
     """How many of so many images may be bad."""
     return max(AT_LEAST, int(SHARE * images))
+
+
+def count_endings(names: Iterable[str]) -> dict[str, int]:
+    """How many files have each ending, in lower case, the most frequent first."""
+    return dict(Counter(name[name.rindex(".") :].lower() for name in names).most_common())
+
+
+def say_unreadable(endings: Mapping[str, int]) -> str:
+    """A clause about files in formats that we do not read, such as `12 files end in .heic, which ...`."""
+    (first, count), *others = endings.items()
+    more = "".join(f" and {number} in {ending}" for ending, number in others)
+    files = f"{count:,} {'file ends' if count == 1 else 'files end'} in {first}{more}"
+    return f"{files}, which cannot be read; convert them to JPEG"
+
+
+def say_skipped(count: int, path: Path) -> str:
+    """The closing line of a run."""
+    were = "image could not be read and was" if count == 1 else "images could not be read and were"
+    return f"{count:,} {were} skipped; see {path}"
 
 
 class BadImages:
@@ -43,6 +64,12 @@ class BadImages:
         if not fresh:
             return
         self._seen |= set(self.read())  # other processes, or the same run before it was resumed
+        if not self._seen:
+            (_, name), reason = next(iter(fresh.items()))
+            sys.stderr.write(
+                f"warning: {split} image {name} cannot be read ({reason}) and is skipped; "
+                f"{self.path} lists all of them\n"
+            )
         lines = [(*key, reason) for key, reason in fresh.items() if key not in self._seen]
         write_list(self.path, lines, append=True)
         self._seen |= set(fresh)

@@ -73,3 +73,9 @@ def _eight_bits(image: Image.Image) -> Image.Image:
             values = values >> 8
         return Image.fromarray(values.clip(0, 255).astype(np.uint8))
     return image
+
+
+def from_pil(image: Image.Image) -> Tensor:
+    """A PIL image to what `decode` makes of its file: RGB, uint8 (3, H, W), upright."""
+    pixels = np.array(_eight_bits(ImageOps.exif_transpose(image)).convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:  # names of sources are checked before torch is needed
@@ -44,3 +44,4 @@ class Data:
     train: ImageSet
     val: ImageSet
     extra_scores: ExtraScores | None = None  # numbers of its own for results.json
+    unreadable: Mapping[str, int] = field(default_factory=dict)  # files beside the images, by ending: .heic, .dng, ...

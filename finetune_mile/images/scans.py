@@ -24,7 +24,8 @@ from finetune_mile.places import cache
 from finetune_mile.problems import Problem
 
 ENDINGS = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-FORMAT = 1  # of the files in the cache; another number is another file
+UNREAD = (".heic", ".heif", ".avif", ".jxl", ".dng", ".nef", ".cr2", ".cr3", ".arw", ".orf", ".rw2", ".raf", ".pef")
+FORMAT = 2  # of the files in the cache; another number is another file
 WORTH_KEEPING = 5000  # files; fewer are found faster than a cache is read
 SETTLED = 2.0  # seconds; what changed just now may change again within the clock's resolution
 DEEPEST = 32  # folders inside each other; more is a link that goes round in circles
@@ -37,6 +38,7 @@ class Scan:
     names: Names
     numbers: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)  # each (N,)
     empty: Names = field(default_factory=lambda: Names.of(()))  # folders without image or subfolder
+    unread: Names = field(default_factory=lambda: Names.of(()))  # photos in formats that we do not read
 
     def __len__(self) -> int:
         return len(self.names)
@@ -68,6 +70,7 @@ def scan_file(path: Path, kind: str, look: Callable[[], Scan]) -> Scan:
 def _walk(root: Path, what: str, stamp: dict[str, int]) -> Scan:
     found: list[str] = []
     empty: list[str] = []
+    unread: list[str] = []
     todo = [""]
     while todo:
         here = todo.pop()
@@ -85,12 +88,14 @@ def _walk(root: Path, what: str, stamp: dict[str, int]) -> Scan:
                         found.append(here + entry.name)
                     elif entry.is_dir():
                         todo.append(f"{here}{entry.name}/")
+                    elif entry.name.lower().endswith(UNREAD):
+                        unread.append(here + entry.name)
         except OSError as error:
             raise Problem(f"{what}: the folder {folder} cannot be read ({error.strerror})") from error
         if len(found) + len(todo) == before:
             empty.append(here)
     found.sort()
-    return Scan(names=Names.of(found), empty=Names.of(sorted(empty)))
+    return Scan(names=Names.of(found), empty=Names.of(sorted(empty)), unread=Names.of(sorted(unread)))
 
 
 def _same_folders(root: Path, stamp: Mapping[str, int]) -> bool:
@@ -131,20 +136,20 @@ def _load(path: Path) -> tuple[Scan, dict[str, int]] | None:
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             content = {key: stored[key] for key in stored.files}
-        names, empty, stamped = (Names(content.pop(k), int(content.pop(f"{k}_count"))) for k in _BLOCKS)
+        names, empty, unread, stamped = (Names(content.pop(k), int(content.pop(f"{k}_count"))) for k in _BLOCKS)
         times = content.pop("stamp_times").tolist()
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # a full disk's half file: look again
         return None
-    return Scan(names=names, empty=empty, numbers=content), dict(zip(stamped, times, strict=True))
+    return Scan(names=names, empty=empty, unread=unread, numbers=content), dict(zip(stamped, times, strict=True))
 
 
-_BLOCKS = ("names", "empty", "stamp")
+_BLOCKS = ("names", "empty", "unread", "stamp")
 
 
 def _save(path: Path, scan: Scan, stamp: Mapping[str, int]) -> None:
     """Write a scan; a cache that cannot be written (read-only, full) only costs the next start."""
     content: dict[str, Any] = dict(scan.numbers)
-    for key, names in zip(_BLOCKS, (scan.names, scan.empty, Names.of(stamp)), strict=True):
+    for key, names in zip(_BLOCKS, (scan.names, scan.empty, scan.unread, Names.of(stamp)), strict=True):
         content |= {key: names.blob, f"{key}_count": np.int64(len(names))}
     content["stamp_times"] = np.array(list(stamp.values()), dtype=np.int64)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 DRAWS = 1000
 LEVEL = 0.95
+NORMAL = 1.959964  # the 97.5 % quantile of the normal distribution
 BLOCK = 1 << 22  # resampled units that are held at once
 
 Floats = npt.NDArray[np.float64]
@@ -74,6 +75,15 @@ def _weights(count: int, draws: int, seed: int) -> Iterator[Floats]:
         drawn = generator.integers(0, count, (rows, count), dtype=np.int64)
         drawn += np.arange(0, rows * count, count)[:, None]
         yield np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count).astype(np.float64)
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of `count` images; it is never empty, also at 0 and 1."""
+    if count == 0:
+        return 0.0, 1.0
+    z2 = NORMAL**2 / count
+    middle, half = (share + z2 / 2) / (1 + z2), math.sqrt(z2 * share * (1 - share) + z2**2 / 4) / (1 + z2)
+    return middle - half, middle + half
 
 
 def compare(

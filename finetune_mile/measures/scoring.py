@@ -53,7 +53,7 @@ def measure(
         given: (N,) integers, -1 = unlabelled, or (N, C) of 0 and 1.
         truth: (N, C) booleans where the true label sets are known; images with an empty set do not count there.
         activation: how logits become probabilities.
-        prediction_set: which rule the plain `f1@...` uses; the other ones are given by name.
+        prediction_set: which rule the plain `f1@...` and `coverage@...` use; F1 by the other rule is given by name.
         rho: the pseudo-label threshold, for f1@rho.
         main: (N,) the class of the main object, where it is known.
         thresholds: more of them for f1@...
@@ -66,7 +66,8 @@ def measure(
         truth = given > 0
     if main is not None:
         found.samples["main_accuracy"] = 100 * metrics.top_k(logits, main, 1).double()
-    found.samples["coverage@0.25"] = metrics.count_true(probabilities > 0.25).double()
+    predicted = metrics.predicted_set(probabilities, 0.25, prediction_set)
+    found.samples["coverage@0.25"] = metrics.count_true(predicted).double()
     if truth is not None:
         _set_scores(found, logits, probabilities, truth, prediction_set, rho, thresholds)
         if main is not None:  # what a perfect classifier of the main object would have, and no more
@@ -75,8 +76,9 @@ def measure(
         _class_scores(found, logits if activation == "sigmoid" else logits.log_softmax(1), given, truth)
         _class_table(found, probabilities, truth)
     found.order = [
-        "images", "accuracy", "main_accuracy", "top5", "coverage@0.25", "images_with_set", "real_acc", "lrap",
-        "trivial_f1", *(key for key in found.samples if key.startswith("f1")), "best_threshold", "map", "recovery_map",
+        "images", "images_with_label", "accuracy", "chance_accuracy", "majority_accuracy", "main_accuracy", "top5",
+        "coverage@0.25", "images_with_set", "real_acc", "lrap", "trivial_f1",
+        *(key for key in found.samples if key.startswith("f1")), "best_threshold", "map", "recovery_map",
     ]  # fmt: skip
     return found
 
@@ -85,6 +87,11 @@ def _given_scores(found: Measured, logits: Tensor, given: Tensor) -> None:
     labelled, num_classes = given >= 0, logits.shape[1]
     counts = torch.bincount(given[labelled], minlength=num_classes)
     found.table["given"] = counts
+    known = int(labelled.sum())
+    if known:  # what guessing reaches, and what always answering the most frequent class does
+        found.facts |= {"chance_accuracy": 100 / num_classes, "majority_accuracy": 100 * int(counts.max()) / known}
+    if known < len(given):
+        found.facts["images_with_label"] = float(known)
     for key, k in (("accuracy", 1), ("top5", 5)):
         right = torch.where(labelled, 100 * metrics.top_k(logits, given, k).double(), torch.nan)
         found.samples[key] = right

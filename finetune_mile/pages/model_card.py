@@ -11,8 +11,8 @@ from finetune_mile.recipe import Recipe
 SHOWN = ("accuracy", "real_acc", "f1@0.25", "f1@0.5", "trivial_f1", "lrap", "coverage@0.25")
 
 
-def model_card(recipe: Recipe, config: dict[str, Any], results: dict[str, float]) -> str:
-    """Front matter with results, then how the weights were made and how to load them."""
+def model_card(recipe: Recipe, config: dict[str, Any], results: dict[str, float], warning: str | None) -> str:
+    """Front matter with results, the warning if there is one, how the weights were made and how to load them."""
     metrics = [{"type": key, "value": round(results[key], 2)} for key in SHOWN if key in results]
     front = {
         "library_name": "finetune_mile",
@@ -31,9 +31,10 @@ def model_card(recipe: Recipe, config: dict[str, Any], results: dict[str, float]
         ],
     }
     rows = "\n".join(f"| {m['type']} | {m['value']} |" for m in metrics)
+    first = "" if warning is None else f"> **Warning:** {warning}\n\n"
     return f"""---
 {yaml.safe_dump(front, sort_keys=False)}---
-# {config["arch"]}, {recipe.method} on {recipe.data}
+{first}# {config["arch"]}, {recipe.method} on {recipe.data}
 
 Trained by finetune_mile from `{recipe.init}` on {recipe.fraction:.0%} of the labels, {recipe.steps} steps, seed
 {recipe.seed}. Outputs are {config["activation"]} logits over {config["num_classes"]} classes.
@@ -44,6 +45,8 @@ Trained by finetune_mile from `{recipe.init}` on {recipe.fraction:.0%} of the la
 
 ```python
 import finetune_mile
-model = finetune_mile.load("export", num_classes={config["num_classes"]})
+
+model = finetune_mile.load_classifier("export")  # the folder of this file
+print(model.predict("photo.jpg")[:3])  # (class, probability), the most likely class first
 ```
 """

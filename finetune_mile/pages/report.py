@@ -22,13 +22,24 @@ INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
 GALLERY = 18
 
 
-def write_report(session: Session, shown: Tensor, folder: RunFolder, results: dict[str, float]) -> None:
-    """Write report.html into the run folder; `shown` are the learner's logits on the `gallery_images`."""
+def write_report(
+    session: Session, shown: Tensor, folder: RunFolder, results: dict[str, float], warning: str | None
+) -> None:
+    """Write report.html into the run folder.
+
+    Args:
+        session: of the run.
+        shown: the learner's logits on the `gallery_images`.
+        folder: of the run.
+        results: of results.json.
+        warning: the first line of the page, where there is one.
+    """
     records = folder.metrics()
     plots = {"loss": loss_plot(records), "generations": generation_plot(records), "gate": gate_plot(records)}
     pages = Environment(loader=PackageLoader("finetune_mile.pages"), autoescape=select_autoescape())
     html = pages.get_template("report.html").render(
         title=folder.path.name,
+        warning=warning,
         recipe=session.recipe,
         data=session.data.name,
         rows=[(key, f"{results[key]:.2f}", unit, meaning) for key, meaning, unit in CLOSING if key in results],

@@ -9,6 +9,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from finetune_mile.display import Display
+from finetune_mile.images.bad_images import say_skipped
 from finetune_mile.learning import saving
 from finetune_mile.learning.optim import decay_groups, make_optimizer, rate_at
 from finetune_mile.networks.heads import build
@@ -103,9 +104,10 @@ def _finish(session: Session, method: nn.Module, folder: RunFolder, before: floa
     if not session.accelerator.is_main_process:  # what follows is files only; no process waits for another
         return
     last = [r for r in folder.metrics() if r["kind"] == "train"]
+    skipped = len(session.bad.read())
     results = {
         "loss": last[-1]["loss"] if last else None, "neighbours_before": before, "neighbours": after,
-        "steps": recipe.steps, "images": len(session.images),
+        "steps": recipe.steps, "images": len(session.images), "bad_images": skipped,
     }  # fmt: skip
     write_checkpoint(folder.path / "export", session, method)
     write_report(session, folder, results)
@@ -114,6 +116,8 @@ def _finish(session: Session, method: nn.Module, folder: RunFolder, before: floa
     k = recipe.neighbours.k
     if before is not None and after is not None:
         out.print(f"{k} nearest neighbours: {before:.1f} % before, {after:.1f} % after (a look, not used for training)")
+    if skipped:
+        out.print(say_skipped(skipped, session.bad.path), markup=False)
     out.print(f"fine-tune it with --init {folder.path}")
     out.print(str(folder.path / "report.html"))
 

@@ -115,15 +115,12 @@ def open_classifier(spec: str, *, flag: str, weights: str | None, num_classes: i
 
 def _open_own_head(spec: str, flag: str) -> Classifier:
     """A run, an export, or somebody's checkpoint with a classifier: evaluating it is asking for that head."""
-    from finetune_mile.checkpoints.locating import locate
-    from finetune_mile.checkpoints.teachers import load_with_head
-    from finetune_mile.networks.heads import get_head
+    from finetune_mile.checkpoints.teachers import open_with_head
 
-    source = spec.removeprefix("run:")
-    network, how, classes = load_with_head(source, flag)
+    opened = open_with_head(spec.removeprefix("run:"), flag)
     return Classifier(
-        name=spec, network=network, num_classes=get_head(network).out_features, how=how, classes=classes,
-        activation=locate(source.partition("::")[0]).config.get("activation", "softmax"),
+        name=spec, network=opened.network, num_classes=opened.report.classifier, how=opened.card.preprocess,
+        classes=opened.classes, activation=opened.activation or "softmax",
     )  # fmt: skip
 
 

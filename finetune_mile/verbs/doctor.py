@@ -34,7 +34,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="finetune-mile doctor", allow_abbrev=False,
         description="Read every image once and report bad ones, duplicates, class counts and sizes. Exit code 1: some "
-        "image cannot be read.",
+        "image cannot be read, or is in a format that is not read, such as HEIC.",
     )  # fmt: skip
     parser.add_argument("--data", required=True, help="as for run.py: folder:DIR, imagenet:DIR, hf:NAME, csv:FILE, ...")
     parser.add_argument("--truth", help="true label sets to check as well: real, csv:FILE, counts:NPY,CSV,SHARE")
@@ -59,12 +59,16 @@ def main(argv: Sequence[str]) -> int:
     }
     for line in report(data, found):
         sys.stdout.write(line + "\n")
+    if data.unreadable:
+        from finetune_mile.images.bad_images import say_unreadable
+
+        sys.stdout.write(f"--data {options.data}: {say_unreadable(data.unreadable)}\n")
     if options.list is not None:
         from finetune_mile.images.bad_images import write_list
 
         rows = [(s, _set(data, s).ids[i], why) for s, f in found.items() for i, why in sorted(f.bad.items())]
         write_list(options.list, rows)
-    return 1 if any(findings.bad for findings in found.values()) else 0
+    return 1 if data.unreadable or any(findings.bad for findings in found.values()) else 0
 
 
 def examine(images: ImageSet, name: str, workers: int | None) -> Findings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,9 @@ from finetune_mile.checkpoints.fetching import folder_of, is_cached
 from finetune_mile.problems import Problem
 
 if TYPE_CHECKING:
-    from finetune_mile.checkpoints.loading import Opened
+    from torch import nn
+
+    from finetune_mile.checkpoints.loading import LoadReport, Opened
 
 TOLERANCE = 1e-4  # largest difference over the largest feature
 
@@ -54,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("out", type=Path)
     convert.add_argument("--to", choices=("own", "timm"), default="own")
     convert.add_argument("--arch", help="the network, where the file does not show it")
+    head = convert.add_mutually_exclusive_group()
+    head.add_argument("--drop-head", action="store_true", help="leave the trained classifier of a run out")
+    head.add_argument("--keep-head", metavar="NAME", help="keep the classifier of another file, by its name there")
     convert.set_defaults(run=_convert)
     docs = verbs.add_parser("docs", help="write docs/checkpoints.md from the cards and what is measured")
     docs.add_argument("--parity", type=Path, help="folder of checkpoints that upstream code wrote")
@@ -187,21 +193,52 @@ def compare(opened: Opened, path: Path) -> dict[str, float]:
 
 def _convert(args: argparse.Namespace) -> int:
     check_init(args.init)
-    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        raise Problem(f"{args.out} is there already; give a folder that is new or empty")
-    from finetune_mile.checkpoints.exporting import write_export, write_timm
+    from finetune_mile.checkpoints.exporting import check_free, write_export, write_timm
     from finetune_mile.checkpoints.loading import open_trunk
 
+    check_free(args.out)
     opened = open_trunk(args.init, arch=args.arch)
+    network, report, head, fate = _classifier(opened, args)
     config: dict[str, Any] = opened.card.preprocess.model_dump(mode="json")
     config |= {
-        "arch": opened.report.arch, "padding": opened.report.padding, "num_classes": 0, "classes":
-        [], "method": opened.card.method, "init": args.init, "licence": opened.card.licence,
+        "arch": report.arch, "padding": report.padding, "method": opened.card.method, "init": args.init,
+        "licence": opened.card.licence, **head,
     }  # fmt: skip
     write = write_timm if args.to == "timm" else write_export
-    write(args.out, opened.network, config)
-    _say(f"{args.out}: {opened.report.arch}, {len(opened.report.loaded)} tensors, from {opened.report.format}")
+    write(args.out, network, config)
+    _say(f"{args.out}: {report.arch}, {len(report.loaded)} tensors, from {report.format}; {fate}")
     return 0
+
+
+def _classifier(opened: Opened, args: argparse.Namespace) -> tuple[nn.Module, LoadReport, dict[str, Any], str]:
+    """The network with or without the classifier of its file; the facts for its config; a few words for the user.
+
+    The classifier of one of our runs is what the run was for, so it is kept. That of another file has seen labels
+    which a later fine-tuning may not (SimCLR-v2's saw all of ImageNet's), so it is kept only if asked for by name.
+    """
+    from finetune_mile.checkpoints.fitting import check_head_name
+    from finetune_mile.checkpoints.loading import keep_own_head
+
+    report = opened.report
+    none: dict[str, Any] = {"num_classes": 0, "classes": []}
+    if args.keep_head is not None:
+        check_head_name(opened.classifier, opened.called, args.keep_head, source=args.init)
+    if not report.classifier:
+        return opened.network, report, none, "the file has no classifier"
+    size = f"{report.classifier} classes"
+    if args.drop_head:
+        return opened.network, report, none, f"classifier with {size} dropped"
+    if args.keep_head is None and report.format != "finetune-mile":
+        own = opened.called
+        parts = re.split(r"[./]", own)[:-1]
+        name = next((part for part in parts if part.startswith(("fc", "head", "classifier"))), parts[-1])
+        fate = f"classifier {own} with {size} dropped; add --keep-head {name} to keep it"
+        return opened.network, report, none, fate
+    network, report = keep_own_head(opened)
+    head: dict[str, Any] = {"num_classes": report.classifier, "classes": list(opened.classes or ())}
+    if opened.activation is not None:
+        head["activation"] = opened.activation
+    return network, report, head, f"classifier with {size} kept"
 
 
 def _docs(args: argparse.Namespace) -> int:

@@ -31,9 +31,14 @@ weights check FILE --names`. A name or a shape that does not fit stops the load.
   complete file: its padding, its input and its stem.
 - **Parts inside a backbone that we do not know**, such as attention modules, stop the load: without
   them the features would be wrong. Heads, queues and momentum copies beside it are dropped.
-- **Heads** are always new. A classifier in the file has seen labels (SimCLR-v2's `head_supervised`
-  all of ImageNet's); it is used only when it is named, by `keep_head`. It was trained on the
-  backbone's features, so `keep_head` does not go with `head_from: 1`, except for our own exports.
+- **Heads** are always new in a run. A classifier in the file has seen labels (SimCLR-v2's
+  `head_supervised` all of ImageNet's); it is used only when it is named, by `keep_head`. It was
+  trained on the backbone's features, so `keep_head` does not go with `head_from: 1`, except for our
+  own exports.
+- **The classifier that a run trained**: `finetune_mile.load_classifier(RUN)` loads it, with its
+  classes and `.predict("photo.jpg")`; `finetune_mile.load(RUN, num_classes=C)` does not, and warns.
+  `finetune-mile weights convert RUN OUT` (also `--to timm`) keeps it; `--drop-head` leaves it out.
+  The classifier of another file is left out unless `--keep-head NAME` asks for it.
 - **Padding** has no tensors, so a wrong choice loads without a complaint and shifts every feature.
   It comes with the format: `torch` symmetric; `tf` SimCLR (SAME pooling); `same` haiku (SAME
   everywhere); `port` the PyTorch port of SimCLR-v2 as the published MILe code runs it.

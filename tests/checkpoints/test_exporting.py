@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from samples import SAMPLES
 from torch import nn
@@ -54,6 +56,24 @@ def test_out_and_in_again_is_bit_equal(tmp_path: Path) -> None:
         assert card.preprocess.mean == (0.1, 0.2, 0.3)
         assert card.preprocess.size == 32
     assert json.loads((run / "export" / "config.json").read_text())["classes"][0] == "a"
+
+
+def test_an_export_has_the_same_bytes_each_time_and_the_mode_of_the_umask(tmp_path: Path) -> None:
+    network, _, _ = load("none", arch="resnet-demo")
+    before = os.umask(0o027)
+    try:
+        for i in range(8):
+            write_export(tmp_path / str(i), network, CONFIG | {"classes": ["é", '"b"', *"cdefghij"]})
+    finally:
+        os.umask(before)
+    files = [tmp_path / str(i) / "model.safetensors" for i in range(8)]
+    assert len({path.read_bytes() for path in files}) == 1
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
+    again, _, _ = load(tmp_path / "0", keep_head="fc")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), network.parameters(), strict=True))
+    with safe_open(files[0], "pt") as stored:
+        assert stored.metadata()["format"] == "pt"
+        assert torch.equal(stored.get_tensor("fc.bias"), get_head(network).bias)
 
 
 def test_an_exported_projection_layer_comes_back(tmp_path: Path) -> None:

@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 from making import as_separius, trunk, under
+from PIL import Image
 from torch import Tensor
 
 import finetune_mile
 from finetune_mile.checkpoints.cards import list_cards
+from finetune_mile.checkpoints.exporting import write_export
+from finetune_mile.checkpoints.loading import load_network
 from finetune_mile.verbs.weights import main
 
 
@@ -150,3 +153,87 @@ def test_the_page_in_the_repository_is_of_these_cards() -> None:
     missing = [name for name in list_cards() if f"| `{name}` |" not in text]
     assert [name for name in missing if not name.endswith("-demo")] == []
     assert " NO |" not in text
+
+
+def run_like_export(folder: Path, **config: object) -> Path:
+    """An export as a run writes it: ResNet-18 with a head for three classes."""
+    network, card, _ = load_network("none", arch="resnet18", num_classes=3, head_bias="prior")
+    facts = card.preprocess.model_dump(mode="json") | {
+        "arch": "resnet18", "padding": "torch", "num_classes": 3, "classes": ["cat", "dog", "owl"],
+        "activation": "sigmoid", "method": "mile",
+    }  # fmt: skip
+    write_export(folder, network, facts | config)
+    return folder
+
+
+@pytest.mark.parametrize("to", ["own", "timm"])
+def test_convert_keeps_the_trained_classifier(to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import timm
+
+    source, out = run_like_export(tmp_path / "export"), tmp_path / "out"
+    assert main(["convert", str(source), str(out), "--to", to]) == 0
+    assert "classifier with 3 classes kept" in capsys.readouterr().out
+    images = torch.rand(2, 3, 64, 64)
+    first, again = (finetune_mile.load_classifier(path) for path in (source, out))
+    with torch.inference_mode():
+        expected = first(images)
+        assert torch.equal(again(images), expected)
+        if to == "timm":
+            theirs = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
+            torch.testing.assert_close(theirs(images), expected)
+            assert theirs.pretrained_cfg["label_names"] == ["cat", "dog", "owl"]
+    assert again.classes == ("cat", "dog", "owl")
+    picture = Image.fromarray(np.full((40, 40, 3), 90, dtype=np.uint8))
+    assert dict(again.predict(picture)) == pytest.approx(dict(first.predict(picture))), "the sigmoid is kept as well"
+
+
+def test_convert_drops_the_classifier_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = run_like_export(tmp_path / "export")
+    assert main(["convert", str(source), str(tmp_path / "out"), "--drop-head"]) == 0
+    assert "classifier with 3 classes dropped" in capsys.readouterr().out
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["num_classes"], config["classes"]) == (0, [])
+
+
+def test_convert_says_that_a_foreign_classifier_is_dropped_and_how_to_keep_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torchvision
+
+    model = torchvision.models.resnet18(num_classes=5).eval()
+    torch.save(model.state_dict(), tmp_path / "net.pth")
+    assert main(["convert", str(tmp_path / "net.pth"), str(tmp_path / "out")]) == 0
+    assert "classifier fc.weight with 5 classes dropped; add --keep-head fc to keep it" in capsys.readouterr().out
+    assert main(["convert", str(tmp_path / "net.pth"), str(tmp_path / "kept"), "--keep-head", "fc"]) == 0
+    assert "classifier with 5 classes kept" in capsys.readouterr().out
+    images = torch.rand(1, 3, 64, 64)
+    with torch.inference_mode():
+        torch.testing.assert_close(finetune_mile.load_classifier(tmp_path / "kept")(images), model(images))
+    assert main(["convert", str(tmp_path / "net.pth"), str(tmp_path / "no"), "--keep-head", "head"]) == 2
+    assert "--keep-head head" in capsys.readouterr().err
+
+
+def test_convert_continues_after_a_kill_and_never_overwrites_a_complete_output(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, replace = tmp_path / "out", Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        if target.name == last:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    for last in ("config.json", "model.safetensors"):  # before the first file is in place, and between the two
+        monkeypatch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main(["convert", str(file), str(out)])
+        monkeypatch.undo()
+        assert not (out / last).exists()
+    assert main(["convert", str(file), str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    capsys.readouterr()
+    assert main(["convert", str(file), str(out)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.json").write_text("{}")
+    assert main(["convert", str(file), str(tmp_path / "mine")]) == 2, "a file that no killed convert left"

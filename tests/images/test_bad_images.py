@@ -8,7 +8,9 @@ import pytest
 from photos import photo
 from safetensors.torch import load_file
 
+from finetune_mile import cli
 from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.images import scans
 from finetune_mile.images.bad_images import BadImages, allowed
 from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources import load_data
@@ -81,7 +83,7 @@ FLAGS = ["--init", "none", "--arch", "resnet-demo", "--method", "sigmoid", "--ba
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_goes_on_and_lists_them(folder, tmp_path, workers):
+def test_a_run_goes_on_lists_them_and_says_how_many(folder, tmp_path, workers, capsys):
     out = tmp_path / "run"
     assert main(["--data", str(folder), *FLAGS, "--set", f"workers={workers}", "--out", str(out)]) == 0
     with (out / "bad_images.csv").open() as stream:
@@ -89,7 +91,12 @@ def test_a_run_goes_on_and_lists_them(folder, tmp_path, workers):
     assert rows == {("train", "a/7.jpg"), ("train", "b/0.jpg"), ("val", "c/1.jpg")}
     results = json.loads((out / "results.json").read_text())
     assert results["images"] == 8
-    assert results["bad_images"] == 1
+    assert results["bad_images"] == 3, "training and validation images together"
+    assert results["unreadable_files"] == 0
+    said = capsys.readouterr().err
+    assert said.count("cannot be read") == 1, "one line at the first"
+    assert f"and is skipped; {out / 'bad_images.csv'} lists all of them" in said
+    assert f"3 images could not be read and were skipped; see {out / 'bad_images.csv'}" in said
     import pyarrow.parquet as pq
 
     assert pq.read_table(out / "labels.parquet").num_rows == 22
@@ -135,3 +142,46 @@ def test_a_missing_file_is_a_bad_image(folder):
     (batch,) = batches(views, [[(0, index)]], workers=0, pin=False)
     assert batch.samples.tolist() == [index + 1]
     assert "cannot be read: No such file" in views.bad[index]
+
+
+@pytest.fixture
+def with_heic(folder):
+    """Three photos of a telephone and one of a camera, beside those that can be read."""
+    for path in (folder / "val/c/1.jpg", folder / "train/a/7.jpg", folder / "train/b/0.jpg"):
+        path.write_bytes(photo(7, size=(24, 20)))
+    for name in ("train/a/IMG_1.HEIC", "train/b/IMG_2.heic", "val/a/IMG_3.heic", "train/c/DSC_1.NEF", "train/c/x.txt"):
+        (folder / name).write_bytes(b"....ftypheic")
+    return folder
+
+
+HEIC = "3 files end in .heic and 1 in .nef, which cannot be read; convert them to JPEG"
+
+
+def test_files_that_end_in_heic_are_said_and_counted(with_heic, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["--data", str(with_heic), *FLAGS, "--set", "workers=0", "--out", str(out)]) == 0
+    assert capsys.readouterr().err.count(f"warning: --data {with_heic}: {HEIC}\n") == 1
+    results = json.loads((out / "results.json").read_text())
+    assert (results["unreadable_files"], results["bad_images"]) == (4, 0)
+
+
+def test_files_that_end_in_heic_are_remembered_with_the_scan(with_heic, tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(scans, "WORTH_KEEPING", 1)
+    monkeypatch.setattr(scans, "SETTLED", -1.0)
+    first = load_data(str(with_heic))
+    assert first.unreadable == {".heic": 3, ".nef": 1}
+    monkeypatch.setattr(scans, "_walk", lambda *_: pytest.fail("it was to be remembered"))
+    assert load_data(str(with_heic)).unreadable == first.unreadable
+
+
+def test_doctor_says_which_files_end_in_heic(with_heic, capsys):
+    assert cli.main(["doctor", "--data", str(with_heic), "--workers", "0"]) == 1
+    assert f"--data {with_heic}: {HEIC}\n" in capsys.readouterr().out
+
+
+def test_a_class_of_heic_files_alone_says_why_it_is_empty(folder):
+    (folder / "train/d").mkdir()
+    (folder / "train/d/IMG_1.heic").write_bytes(b"....ftypheic")
+    with pytest.raises(Problem, match=r"no image in class d: 1 file ends in .heic, which cannot be read; convert"):
+        load_data(str(folder))

@@ -73,6 +73,17 @@ def test_results_leave_empty_sets_out_and_say_how_many():
     assert not any(key.startswith(("f1", "real", "lrap", "trivial")) for key in plain)
 
 
+def test_coverage_counts_the_prediction_set_that_was_asked_for():
+    """With the best class always predicted no image has fewer than one label: the paper's coverage is never below 1."""
+    logits = torch.tensor([[-3.0, -2.0, -4.0], [2.0, 1.0, -4.0]])  # sigmoids: none above 0.25; two
+    found = {
+        rule: measure(logits, torch.tensor([1, 0]), None, activation="sigmoid", prediction_set=rule, rho=None).results()
+        for rule in ("threshold", "argmax_or_threshold")
+    }
+    assert found["threshold"]["coverage@0.25"] == 1.0
+    assert found["argmax_or_threshold"]["coverage@0.25"] == 1.5
+
+
 def test_guards_speak_up_before_a_collapse():
     given_labels = torch.tensor([0, 1, 2, 0])
     rule = Threshold(rho=0.25)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from finetune_mile.images.assembly import Listing, check_classes, make_data, number, to_set
+from finetune_mile.images.bad_images import count_endings, say_unreadable
 from finetune_mile.images.imageset import Data
 from finetune_mile.images.reading import Files
 from finetune_mile.images.scans import Scan, scan_tree
@@ -41,23 +43,30 @@ def load(where: str) -> Data:
         )
     )  # fmt: skip
     check_classes(what, classes, train_set.given.numpy())
+    unreadable = count_endings([*train.unread, *(val.unread if val is not None else ())])
     if val is None or val_dir is None:
-        return make_data(root.resolve().name, classes, train_set, None, what)
+        data = make_data(root.resolve().name, classes, train_set, None, what)
+        return dataclasses.replace(data, unreadable=unreadable)
     val_names = class_names(val, f"{what} ({val_dir.name}/)", depth)
     unknown = sorted(set(val_names) - set(classes))
     if unknown:
         raise Problem(f"{what}: {val_dir.name}/ has classes that train/ lacks: {', '.join(unknown[:5])}")
     val_set = to_set(Listing(ids=val.names, labels=number(val_names, classes), encoded=Files(val_dir, val.names)))
-    return make_data(root.resolve().name, classes, train_set, val_set, what)
+    data = make_data(root.resolve().name, classes, train_set, val_set, what)
+    return dataclasses.replace(data, unreadable=unreadable)
 
 
 def class_names(scan: Scan, what: str, depth: int | None = None) -> list[str]:
     """The class of every image of a scan: the folder it lies in."""
     if len(scan.empty) and list(scan.empty) != [""]:
         folder = next(name for name in scan.empty if name)
-        raise Problem(f"{what}: no image in class {folder.rstrip('/')}; remove the folder or fill it")
+        unread = count_endings(name for name in scan.unread if name.startswith(folder))
+        why = f": {say_unreadable(unread)}" if unread else "; remove the folder or fill it"
+        raise Problem(f"{what}: no image in class {folder.rstrip('/')}{why}")
     if not len(scan):
-        raise Problem(f"{what}: no images in class folders below it (a folder a class is wanted)")
+        unread = count_endings(scan.unread)
+        why = f": {say_unreadable(unread)}" if unread else " (a folder a class is wanted)"
+        raise Problem(f"{what}: no images in class folders below it{why}")
     found = [name.rpartition("/")[0] for name in scan.names]
     if "" in found:
         stray = scan.names[found.index("")]
