@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune_mile.images.bad_images import say_unreadable
+from finetune_mile.layers import flat
 from finetune_mile.learning.phases import Phase, trace
 from finetune_mile.plan import Plan
 from finetune_mile.settings import Resolved
@@ -83,14 +85,19 @@ def settings_table(recipe: BaseModel, said_by: Mapping[str, str], sources: Mappi
         box=None,
         pad_edge=False,
     )
-    tree = recipe.model_dump(mode="json")
-    for key, value in tree.items():
-        inner = value.items() if isinstance(value, dict) else [(None, value)]
-        for sub, leaf in inner:
-            dotted = key if sub is None else f"{key}.{sub}"
-            shown = yaml.safe_dump(leaf, default_flow_style=True).removesuffix("...\n").strip()
-            table.add_row(dotted, shown, said_by.get(dotted, "schema"), sources.get(dotted, ""))
+    for dotted, leaf in flat(recipe.model_dump(mode="json")).items():
+        shown = yaml.safe_dump(leaf, default_flow_style=True).removesuffix("...\n").strip()
+        table.add_row(dotted, shown, said_by.get(dotted, "schema"), sources.get(dotted, ""))
     return table
+
+
+def settings_json(resolved: Resolved) -> str:
+    """`--explain --json`: every setting with its value, who set it, and where the value is from, if that is known."""
+    settings = {}
+    for dotted, leaf in flat(resolved.recipe.model_dump(mode="json")).items():
+        source = {"source": resolved.sources[dotted]} if dotted in resolved.sources else {}
+        settings[dotted] = {"value": leaf, "set_by": resolved.said_by.get(dotted, "schema"), **source}
+    return json.dumps({"recipe": resolved.path.name, "why": resolved.why, "settings": settings}, indent=1)
 
 
 def _phases(phases: tuple[Phase, ...]) -> Table:

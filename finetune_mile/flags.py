@@ -71,6 +71,7 @@ def build_parser() -> Parser:
     where.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run; takes no other setting")
     where.add_argument("--track", help="none | tensorboard | wandb")
     where.add_argument("--explain", action="store_true", help="print what would be done, and stop")
+    where.add_argument("--json", action="store_true", help="with --explain: every setting and who set it, for scripts")
     return parser
 
 

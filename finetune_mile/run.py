@@ -28,18 +28,37 @@ def main(argv: list[str] | None = None) -> int:
     """The command: 0 fine, 1 the run failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
+        if options.json:
+            return print_settings(options)
         resolved, path = prepare(options)
         return run(resolved, path, options)
     except Problem as problem:
         return tell(problem)
 
 
+def print_settings(options: argparse.Namespace) -> int:
+    """`--explain --json`: the resolved recipe, without data, weights or torch."""
+    from finetune_mile.explain import settings_json
+
+    if not options.explain:
+        raise Problem("--json belongs to --explain: add --explain, or leave --json out")
+    sys.stdout.write(settings_json(resolve_options(options)) + "\n")
+    return 0
+
+
+def resolve_options(options: argparse.Namespace) -> Resolved:
+    """The recipe of a new run, or the one that a resumed run began with."""
+    if options.resume is None:
+        return resolve(given_settings(options), options.sets)
+    path, tree = resumed_recipe(options.resume)
+    return check(tree, {}, [], path, "--resume")
+
+
 def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
     """All that can be checked before torch is imported; no run folder is written."""
+    resolved = resolve_options(options)
     if options.resume is not None:
-        path, tree = resumed_recipe(options.resume)
-        return check(tree, {}, [], path, "--resume"), options.resume
-    resolved = resolve(given_settings(options), options.sets)
+        return resolved, options.resume
     split_name(resolved.recipe.data)
     check_init(resolved.recipe.init)
     check_teacher(resolved.recipe.teacher)

@@ -1,5 +1,6 @@
 """Bad input: one clear sentence, exit code 2, well under a second, nothing written."""
 
+import json
 import subprocess
 import sys
 
@@ -71,6 +72,21 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_explain_json_gives_every_setting_and_who_set_it(tmp_path, monkeypatch, capsys):
+    from finetune_mile.run import main
+
+    monkeypatch.setenv("IMAGENET_DIR", str(tmp_path))  # empty: neither data nor weights are needed
+    assert main(["--init", "simclrv2-sk1", "--fraction", "0.01", "--lr", "0.3", "--explain", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recipe"] == "simclrv2-large.yaml"
+    assert found["settings"]["optimizer.lr"] == {"value": 0.3, "set_by": "--lr"}
+    assert found["settings"]["mile.k_t"]["set_by"] == "base any.yaml, fractions 0.01"
+    assert found["settings"]["mile.k_t"]["source"].startswith("our choice")
+    assert found["settings"]["precision"] == {"value": "no", "set_by": "schema"}
+    assert main(["--json"]) == 2
+    assert "--json belongs to --explain" in capsys.readouterr().err
 
 
 def test_help_lists_every_flag_of_the_contract(tmp_path):
