@@ -5,7 +5,7 @@ resolved setting of every recipe with who set it, and the load report of every s
 .golden.json, which is not committed: another processor or another torch rounds differently.
 
 What must hold everywhere is in tests/golden_numbers.json, with a tolerance: `python -m tests.golden numbers` writes it,
-tests/commands/test_processes.py compares it.
+tests/commands/test_processes.py compares it. `flags` writes golden_flags.json.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,10 +24,25 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/commands"), st
 
 RECORD = ROOT / ".golden.json"
 NUMBERS = ROOT / "tests/golden_numbers.json"
+FLAGS = ROOT / "tests/golden_flags.json"
 LOSSES = 20
 SCORES = ("accuracy", "top5", "f1@0.25", "lrap", "coverage@0.25")
 FRACTIONS = ("0.01", "0.1", "1.0")
 METHODS = ("softmax", "sigmoid", "mile", "noisy-student", "self-distill", "irm", "rex")
+
+
+def flags_of_every_verb():
+    """The flags that each command lists in its help."""
+    from finetune_mile.cli import VERBS, main
+
+    commands = [[verb] for verb in VERBS] + [["weights", verb] for verb in ("ls", "show", "check", "convert", "docs")]
+    listed = {}
+    for words in commands:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            main([*words, "--help"])
+        listed[" ".join(words)] = sorted(set(re.findall(r"^ +(?:-h, )?(--[a-z][a-z-]*)", out.getvalue(), re.M)))
+    return listed
 
 
 def play_modes(folder, processes):
@@ -128,6 +144,9 @@ def main(verb):
             play_modes(Path(place), 1)
             runs = sorted(path.parent for path in Path(place).glob("*/results.json"))
             NUMBERS.write_text(json.dumps({run.name: numbers_of(run) for run in runs}, indent=1) + "\n")
+        return 0
+    if verb == "flags":
+        FLAGS.write_text(json.dumps(flags_of_every_verb(), indent=1) + "\n")
         return 0
     pins = everything()
     if verb == "record":

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from idx_files import write_mnist
 from shortcuts import SHORT, SHORT_MILE
 
 PLAIN = [
@@ -21,7 +22,7 @@ PLAIN = [
     "--lr",
     "0.01",
     "--steps",
-    "12",
+    "24",
     "--set",
     "optimizer.name=sgd",
 ]
@@ -54,6 +55,14 @@ MODES = {
     "semi-share-cycle": [*MILE, *SOFT, *TENTH, "unlabelled", *SHARE, *CYCLE],
 }
 
+DIGITS = "--data colored-mnist of digits that are drawn"
+PENALTY = ["--recipe", "ood/colored-mnist", DIGITS, "--steps", "24", "--batch-size", "16", "--lr", "0.01"]
+PENALTY += ["--set", "optimizer.name=sgd", "--set", "log_every=1", "--method"]
+MODES |= {
+    "irm": [*PENALTY, "irm", "--set", "irm.weight=5", "--set", "irm.anneal=8"],
+    "rex": [*PENALTY, "rex", "--set", "rex.weight=5", "--set", "rex.anneal=8"],
+}
+
 WHOLE = ("sigmoid", "mile-soft", "semi-share-cycle")
 
 
@@ -61,7 +70,15 @@ def play(folder):
     from finetune_mile.run import main
 
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    runs = {mode: ([*flags, "--set", f"accumulate={1 + alone}"], folder / mode) for mode, flags in MODES.items()}
+    digits = folder.parent / "digits"
+    if not digits.is_dir():
+        write_mnist(digits, 300, 60)
+    data = ["--data", f"colored-mnist:{digits}?side=14"]
+    runs = {}
+    for mode, flags in MODES.items():
+        parts = 1 + (alone and DIGITS not in flags)  # a penalty is of the whole batch
+        given = [word for flag in flags for word in (data if flag == DIGITS else [flag])]
+        runs[mode] = ([*given, "--set", f"accumulate={parts}"], folder / mode)
     if alone:
         runs |= {f"{mode}, whole": (MODES[mode], folder / "whole" / mode) for mode in WHOLE}
     for mode, (flags, out) in runs.items():

@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from golden import NUMBERS, numbers_of
 from idx_files import write_mnist
-from modes import MODES, WHOLE
+from modes import DIGITS, MODES, WHOLE
 from safetensors.torch import load_file
 from shortcuts import ROOT, SHORT_MILE
 
@@ -31,19 +32,38 @@ def distance(a, b):
     return max(float((one[name] - two[name]).abs().max()) for name in one)
 
 
-def test_two_processes_equal_one_in_every_mode(tmp_path):
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """Every mode of training, in one process and in two."""
+    base = tmp_path_factory.mktemp("modes")
     for processes in (1, 2):
-        done = launch("tests/commands/modes.py", str(tmp_path / str(processes)), processes=processes, use_cpu=True)
+        done = launch("tests/commands/modes.py", str(base / str(processes)), processes=processes, use_cpu=True)
         assert done.returncode == 0, done.stderr[-3000:]
-    one, two = tmp_path / "1", tmp_path / "2"
+    return base / "1", base / "2"
+
+
+def test_golden_losses_and_scores(played):
+    """A change that should move a number writes them anew: `python -m tests.golden numbers`."""
+    expected = json.loads(NUMBERS.read_text())
+    assert expected.keys() == MODES.keys()
+    for mode, numbers in expected.items():
+        found = numbers_of(played[0] / mode)
+        assert len(found["losses"]) == 20
+        assert found["losses"] == pytest.approx(numbers["losses"], rel=1e-4), mode
+        assert found["scores"] == pytest.approx(numbers["scores"], rel=1e-4), mode
+
+
+def test_two_processes_equal_one_in_every_mode(played):
+    one, two = played
     moved = {mode: distance(one / mode, two / mode) for mode in MODES}
-    assert {mode: by for mode, by in moved.items() if by > SAME_ORDER} == {}
+    bounds = {mode: OTHER_ORDER if DIGITS in flags else SAME_ORDER for mode, flags in MODES.items()}
+    assert {mode: by for mode, by in moved.items() if by > bounds[mode]} == {}
     assert {mode: by for mode in WHOLE if (by := distance(one / "whole" / mode, two / mode)) > OTHER_ORDER} == {}
     assert distance(one / "semi-all", one / "semi-unlabelled") > 1e-4, "other samples would be seen"
     for mode in MODES:
         assert json.loads((two / mode / "run.json").read_text())["world_size"] == 2
         results = [json.loads((folder / mode / "results.json").read_text()) for folder in (one, two)]
-        assert results[0]["images"] == results[1]["images"] == 30
+        assert results[0]["images"] == results[1]["images"] == (120 if DIGITS in MODES[mode] else 30)
 
 
 @pytest.mark.slow
