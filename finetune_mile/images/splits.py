@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from finetune_mile.checkpoints.cards import Card
@@ -25,6 +24,7 @@ from finetune_mile.images.names import locate
 from finetune_mile.images.subsets import Indices
 from finetune_mile.places import cache, shipped
 from finetune_mile.problems import Problem
+from finetune_mile.yaml_text import load_file
 
 IMAGENET_CLASSES = 1000
 _TRAIN_NAME = re.compile(r"(.*/)?n\d{8}_\d+(_n\d{8})?\.JPEG$")
@@ -56,7 +56,7 @@ class Chosen:
 def read_cards() -> list[SplitCard]:
     """Every card in recipes/splits."""
     paths = sorted((shipped("recipes") / "splits").glob("*.yaml"))
-    return [SplitCard.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))) for path in paths]
+    return [SplitCard.model_validate(load_file(path)) for path in paths]
 
 
 def published(ids: Sequence[str], num_classes: int, fraction: float) -> SplitCard | None:
