@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.flags import Parser
+from finetune_mile.images.bad_images import check_replaceable, write_list
 from finetune_mile.images.checks import check_truth
 from finetune_mile.images.sources import load_data, split_name
 
@@ -49,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
     split_name(options.data)
     if options.truth:
         check_truth(options.truth)
+    if options.list is not None:
+        check_replaceable(options.list, "--list")
     data = load_data(options.data)
     if options.truth:
         from finetune_mile.images.truth import with_truth
@@ -60,10 +63,8 @@ def main(argv: Sequence[str]) -> int:
     for line in report(data, found):
         sys.stdout.write(line + "\n")
     if options.list is not None:
-        from finetune_mile.images.bad_images import write_list
-
         rows = [(s, _set(data, s).ids[i], why) for s, f in found.items() for i, why in sorted(f.bad.items())]
-        write_list(options.list, rows)
+        write_list(options.list.resolve(), rows)
     return 1 if any(findings.bad for findings in found.values()) else 0
 
 

@@ -20,18 +20,18 @@ from finetune_mile.images.assembly import MOST_CLASSES, Listing, check_classes, 
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.reading import TarFiles
 from finetune_mile.images.scans import ENDINGS
+from finetune_mile.images.sources.wds_state import STATE, read_state
 from finetune_mile.images.tars import scan_tar
 from finetune_mile.problems import Problem
 
 VAL_STARTS = ("val", "validation", "test")
 LARGEST_NOTE = 2**20  # bytes of one .cls or .json
-STATE = "pack.json"  # what `finetune-mile pack` leaves beside its shards
 
 
 def load(where: str) -> Data:
     """Index the shards at `where`."""
     root, what = Path(where), f"--data wds:{where}"
-    state = json.loads((root / STATE).read_text("utf-8")) if (root / STATE).is_file() else {}
+    state = read_state(root / STATE) if (root / STATE).is_file() else {}
     if state and not state.get("complete"):
         raise Problem(f"{what}: packing was not finished; run the same `finetune-mile pack` again, it goes on")
     train_paths, val_paths = shards(root, what)
