@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
+import sys
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -14,7 +16,9 @@ SETTINGS = (
     "recipe", "init", "fraction", "split", "truth", "method", "variant", "data", "arch", "semi", "teacher",
     "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed", "keep_head", "track",
 )  # fmt: skip
-NUMBERS = ("fraction", "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed")  # in the YAML sense
+NUMBERS = ("fraction", "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed")
+_WHOLE = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
+_DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 EPILOG = """examples:
   accelerate launch finetune_mile/run.py                                   the demo, about a minute on two cores
@@ -25,7 +29,23 @@ EPILOG = """examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `Problem` instead of printing usage and exiting."""
+    """Raises `Problem` instead of printing usage and exiting; an empty value is an error for every flag."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, after a check for empty words: an unset shell variable must not start another experiment."""
+        words = sys.argv[1:] if args is None else list(args)
+        wrong = []
+        for number, word in enumerate(words):
+            flag, equals, value = word.partition("=")
+            if not word.strip():
+                before = words[number - 1] if number else ""
+                named = before.startswith("-") and "=" not in before
+                wrong.append(_empty(before) if named else f"argument {number + 1} is empty; write a value (see --help)")
+            elif word.startswith("--") and equals and not value.strip():
+                wrong.append(_empty(flag))
+        if wrong:
+            raise Problem(*wrong)
+        return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one sentence."""
@@ -95,6 +115,7 @@ def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> ar
             flag, equals, value = word.partition("=")
             word = flag.replace("_", "-") + equals + value
         tidy.append(word)
+    options: argparse.Namespace
     options, rest = parser.parse_known_args(tidy)
     unknown = [_unknown(word.partition("=")[0], known) for word in rest if word.startswith("-")]
     if unknown:
@@ -110,11 +131,20 @@ def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> ar
 
 
 def given_settings(options: argparse.Namespace, settings: tuple[str, ...] = SETTINGS) -> dict[str, Any]:
-    """The settings that were given, by recipe key; numbers in the YAML sense are numbers."""
-    import yaml
-
+    """The settings that were given, by recipe key; what is not a number stays text, and the recipe refuses it."""
     found = {key: getattr(options, key) for key in settings if getattr(options, key) is not None}
-    return {key: yaml.safe_load(text) if key in NUMBERS else text for key, text in found.items()}
+    return {key: _number(text) if key in NUMBERS else text for key, text in found.items()}
+
+
+def _number(text: str) -> int | float | str:
+    text = text.strip()
+    if _WHOLE.fullmatch(text) and not text.endswith("_") and "__" not in text:
+        return int(text)
+    return float(text) if len(text) <= 30 and _DECIMAL.fullmatch(text) else text
+
+
+def _empty(flag: str) -> str:
+    return f"{flag}: the value is empty; write {flag} VALUE, or leave out the flag"
 
 
 def _unknown(flag: str, known: list[str]) -> str:

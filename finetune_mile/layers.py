@@ -19,6 +19,7 @@ import yaml
 from finetune_mile.places import shipped
 from finetune_mile.problems import Problem
 from finetune_mile.recipe import Recipe
+from finetune_mile.yaml_text import TooMuch, compose, construct, read_text
 
 LONGEST_CHAIN = 4  # files, the first one included
 OWN_KEYS = ("base", "fractions", "sources")
@@ -66,18 +67,18 @@ class Merged:
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file that holds a mapping, in which nothing is said twice."""
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(path.read_text(encoding="utf-8"))
-        node = loader.get_single_node()
+        node = compose(read_text(path))
         twice = _said_twice(node, set())
         if twice is not None:
             raise Problem(f"recipe {path}: {twice.value} stands twice, again at line {twice.start_mark.line + 1}")
-        tree = None if node is None else loader.construct_document(node)
+        tree = construct(node)
     except (OSError, UnicodeDecodeError) as error:
         raise Problem(f"recipe {path}: cannot be read ({error})") from error
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f" at line {where.line + 1}" if where is not None else ""
-        raise Problem(f"recipe {path}: is not YAML{line} ({getattr(error, 'problem', error)})") from error
+        what = "cannot be used" if isinstance(error, TooMuch) else "is not YAML"
+        raise Problem(f"recipe {path}: {what}{line} ({getattr(error, 'problem', error)})") from error
     if not isinstance(tree, dict):
         raise Problem(f"recipe {path}: must be a mapping of settings, found {type(tree).__name__}")
     return tree
@@ -90,10 +91,12 @@ def _said_twice(node: yaml.Node | None, seen: set[int]) -> yaml.ScalarNode | Non
     seen.add(id(node))
     parts = []
     if isinstance(node, yaml.MappingNode):
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for number, key in enumerate(keys):
-            if key.value in [k.value for k in keys[:number]]:
-                return key
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in keys:
+                    return key
+                keys.add(key.value)
         parts = [value for _, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
         parts = node.value

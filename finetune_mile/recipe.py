@@ -18,6 +18,11 @@ OVER_ENVIRONMENTS = ("irm", "rex")
 Variant = Literal["paper", "published"]
 Amount = Annotated[int | str, AfterValidator(check_amount)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+# Upper bounds: above any real run, and below what would fill the memory before the first step.
+MOST_STEPS, LARGEST_BATCH, MOST_WORKERS = 10**9, 10**6, 1024
 
 
 def _a_number(value: object) -> object:
@@ -65,7 +70,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 class Section(BaseModel):
     """Frozen, and deaf to nothing: an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
 
 class Mile(Section):
@@ -200,7 +205,9 @@ class Recipe(Section):
         description="central share of the short side in the plain view; null: as the card says",
     )
     mean: tuple[float, float, float] | None = Field(default=None, description="of RGB in 0-1; null: as the card says")
-    std: tuple[float, float, float] | None = Field(default=None, description="the same; null: as the card says")
+    std: tuple[Positive, Positive, Positive] | None = Field(
+        default=None, description="the same; null: as the card says"
+    )
     fraction: Fraction = Field(description="share of the labels that is used")
     split: str | None = Field(default=None, description="a list of the labelled images, or a run's split.json")
     method: Method
@@ -210,10 +217,10 @@ class Recipe(Section):
         default=None, gt=0, lt=1, description="of each batch in imitation, the rest unlabelled; null: as they come"
     )
     teacher: str | None = Field(default=None, description="for distill: a run folder or a file")
-    seed: int = Field(ge=0)
-    steps: int | None = Field(default=None, gt=0, description="budget in optimiser steps")
-    epochs: float | None = Field(default=None, gt=0, description="or in epochs of the labelled images")
-    batch_size: int = Field(gt=0, description="over all processes and accumulated parts")
+    seed: Seed
+    steps: int | None = Field(default=None, gt=0, le=MOST_STEPS, description="budget in optimiser steps")
+    epochs: float | None = Field(default=None, gt=0, le=10**6, description="or in epochs of the labelled images")
+    batch_size: int = Field(gt=0, le=LARGEST_BATCH, description="over all processes and accumulated parts")
     accumulate: int = Field(default=1, gt=0, description="parts that a batch is computed in")
     precision: Literal["no", "fp16", "bf16"] = "no"
     sync_batch_norm: bool = False
@@ -232,7 +239,9 @@ class Recipe(Section):
     optimizer: Optimizer
     augment: Augment
     evaluate: Evaluate
-    workers: int | None = Field(default=None, ge=0, description="loader processes; null: from the cores")
+    workers: int | None = Field(
+        default=None, ge=0, le=MOST_WORKERS, description="loader processes; null: from the cores"
+    )
     checkpoint_every: int = Field(default=500, gt=0, description="steps between checkpoints")
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics.jsonl")
     track: Literal["none", "tensorboard", "wandb"] = "none"

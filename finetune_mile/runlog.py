@@ -18,8 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from finetune_mile import yaml_text
 from finetune_mile.problems import Problem
 
 KEPT_CHECKPOINTS = 2
@@ -182,7 +181,7 @@ class RunFolder:
             if not (self.path / name).is_file():
                 write_json(self.path / name, content())
         if self._info | MADE_BY != self._info or "recipe_sha256" not in self._info:
-            tree = yaml.safe_load((self.path / "recipe.yaml").read_text(encoding="utf-8"))
+            tree = yaml_text.load_file(self.path / "recipe.yaml")
             began = datetime.now(UTC).isoformat(timespec="milliseconds")
             known = {**MADE_BY, "began": began, "recipe_sha256": recipe_hash(tree), "recipe": tree, **facts()}
             self.update(**({"status": "running"} | known | self._info))

@@ -19,6 +19,7 @@ from finetune_mile.places import shipped
 from finetune_mile.problems import Problem
 from finetune_mile.recipe import LABELS_ALONE, VARIANTS, Recipe
 from finetune_mile.runlog import read_info, recipe_hash
+from finetune_mile.yaml_text import TooMuch, compose, construct
 
 Model = TypeVar("Model", bound=BaseModel)
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
+MOST_SENTENCES = 20  # problems of one recipe that are told at once
 FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr"}
 
 
@@ -185,10 +187,22 @@ def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]
             wrong.append(f"--set {pair}: write KEY=VALUE, for example --set optimizer.momentum=0.8")
             continue
         try:
-            over[key] = (yaml.safe_load(text), f"--set {key}")
-        except yaml.YAMLError:
-            wrong.append(f"--set {pair}: {text!r} is not a YAML value")
+            over[key] = (set_value(key, text), f"--set {key}")
+        except Problem as problem:
+            wrong += problem.sentences
     return over
+
+
+def set_value(key: str, text: str) -> Any:
+    """The value of `--set KEY=TEXT`; what is empty or cannot be read raises `Problem`."""
+    try:
+        node = compose(text)
+        if node is None:
+            raise Problem(f"--set {key}={text}: the value is empty; write --set {key}=VALUE, or {key}=null for none")
+        return construct(node)
+    except yaml.YAMLError as error:
+        why = f" ({error.problem})" if isinstance(error, TooMuch) else ""
+        raise Problem(f"--set {key}={short(text)}: {short(text)!r} is not a YAML value{why}") from error
 
 
 # ---------------------------------------------------------------------------------- errors in words
@@ -197,23 +211,31 @@ def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]
 def explain(error: ValidationError, path: Path, merged: Merged, model: type[BaseModel] = Recipe) -> list[str]:
     """Each of pydantic's complaints as a sentence that names the flag or the key."""
     sentences: list[str] = []
-    for item in error.errors():
+    items = error.errors()
+    for number, item in enumerate(items):
+        if len(sentences) == MOST_SENTENCES:
+            return [*sentences, f"recipe {path.name}: up to {len(items) - number:,} more problems of this kind"]
         dotted = ".".join(str(part) for part in item["loc"] if not _is_union_branch(part))
         speaker = merged.said_by.get(dotted, "recipe")
         place = merged.places.get(dotted, f"recipe {path.name}: ")
         where = speaker if speaker.startswith("--") else f"{place}{dotted}"
         if item["type"] == "extra_forbidden":
-            sentence = f"{where}: unknown key{_nearest(dotted, model)}"
+            sentence = f"{short(where)}: unknown key{_nearest(dotted, model)}"
         elif item["type"] == "missing":
             sentence = f"recipe {path.name}: {dotted} is missing, and nothing else says it"
         else:
             message = str(item["msg"]).removeprefix("Value error, ")
             message = message[0].lower() + message[1:]
-            value = "" if isinstance(item["input"], dict | BaseModel) else f" {item['input']}"
+            value = "" if isinstance(item["input"], dict | BaseModel) else f" {short(str(item['input']))}"
             sentence = f"{where}{value}: {message}" if dotted else message
         if sentence not in sentences and not any(s.startswith(f"{where} ") for s in sentences):
             sentences.append(sentence)
     return sentences
+
+
+def short(text: str) -> str:
+    """A value for a message: its beginning, where it is long."""
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _is_union_branch(part: object) -> bool:

@@ -30,3 +30,24 @@ def run_demo(tmp_path):
         return out
 
     return run
+
+
+@pytest.fixture
+def bounded():
+    """Fail instead of hanging or filling the memory: 20 seconds, and 2 GB more than now."""
+    import resource
+    import signal
+
+    def late(number, frame):
+        pytest.fail("20 seconds are over")  # no OSError, which the code under test may catch
+
+    with open("/proc/self/statm") as stream:  # noqa: PTH123
+        now = int(stream.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + 2 * 2**30, hard))
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

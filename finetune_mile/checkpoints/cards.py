@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from finetune_mile.places import shipped
 from finetune_mile.problems import Problem
+from finetune_mile.yaml_text import load_file
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -121,15 +122,14 @@ def list_cards() -> dict[str, Path]:
 def _parse(path: Path, changed: int) -> Any:
     """A card's YAML; `changed` is the file's time stamp, so that an edited card is read again."""
     del changed
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+    return load_file(path)
 
 
 def read_card(path: Path) -> Card:
     """Read one card; what is wrong with it is said with the file's name."""
     try:
         card = Card.model_validate(_parse(path, path.stat().st_mtime_ns))
-    except (ValidationError, yaml.YAMLError) as error:
+    except (ValidationError, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise Problem(f"card {path.name} is not valid: {error}") from error
     if card.name != path.stem:
         raise Problem(f"card {path.name} calls itself {card.name!r}; name and file must agree")

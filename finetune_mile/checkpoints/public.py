@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from finetune_mile.checkpoints.loading import load_network, open_trunk
 from finetune_mile.checkpoints.preprocessing import Preprocessor
 from finetune_mile.checkpoints.teachers import open_with_head
+from finetune_mile.files import LARGEST_IMAGE, read_regular
 from finetune_mile.images.decoding import BadImage, decode
 from finetune_mile.problems import Problem
 
@@ -97,7 +98,7 @@ def _read(image: str | Path | Image) -> Image | Tensor:
     if not isinstance(image, str | Path):
         return image
     try:
-        return decode(Path(image).expanduser().read_bytes())
+        return decode(read_regular(Path(image).expanduser(), LARGEST_IMAGE))
     except OSError as error:
         raise Problem(f"{image} cannot be read: {error.strerror}") from error
     except BadImage as error:

@@ -17,6 +17,7 @@ from finetune_mile.images.subsets import Indices, stratified
 from finetune_mile.problems import Problem
 
 VAL_SHARE = 0.2
+MOST_CLASSES = 10**6  # class numbers are below this: each is an output of the network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

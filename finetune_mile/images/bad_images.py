@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from finetune_mile.files import open_regular
 from finetune_mile.problems import Problem
+from finetune_mile.runlog import whole_file
 
 SHARE, AT_LEAST = 0.001, 10  # more than this share of a split's images, and more than this many, is an error
 HEADER = ("split", "id", "reason")
@@ -90,10 +93,33 @@ class BadImages:
 
 
 def write_list(path: Path, lines: Sequence[tuple[str, str, str]], *, append: bool = False) -> None:
-    """Write (split, id, reason) lines, with a header where the file begins."""
-    new = not append or not path.is_file()
-    with path.open("a" if append else "w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+    """Write (split, id, reason) lines, with a header where the file begins; a new file is written at once."""
+    if not append:
+        with whole_file(path) as part:
+            _write(part, lines, new=True)
+    else:
+        _write(path, lines, new=not path.is_file())
+
+
+def _write(path: Path, lines: Sequence[tuple[str, str, str]], *, new: bool) -> None:
+    with path.open("w" if new else "a", encoding="utf-8", errors="surrogateescape", newline="") as stream:
         writer = csv.writer(stream)
         if new:
             writer.writerow(HEADER)
         writer.writerows(lines)
+
+
+def check_replaceable(path: Path, flag: str) -> None:
+    """Refuse to write a list of bad images over a file that is none, or into a folder that is not there."""
+    if not path.parent.is_dir():
+        raise Problem(f"{flag} {path}: there is no folder {path.parent}; make it first")
+    if not path.exists():
+        return
+    header = ",".join(HEADER).encode()
+    try:
+        with os.fdopen(open_regular(path), "rb") as stream:
+            ours = stream.readline(len(header) + 2).rstrip(b"\r\n") == header
+    except OSError:
+        ours = False
+    if not ours:
+        raise Problem(f"{flag} {path}: this file exists and is not a list of bad images; choose another name")

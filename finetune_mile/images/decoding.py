@@ -13,6 +13,11 @@ from torch import Tensor
 from torchvision.io import ImageReadMode
 
 _JPEG = b"\xff\xd8\xff"
+MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 2**26)  # 179 million: what PIL refuses by itself is refused for JPEGs too
+# Markers of a frame header, which holds the size: SOF0 to SOF15 without DHT (c4), JPG (c8) and DAC (cc).
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# Markers that have no length (RST, SOI, EOI, TEM), the scan (SOS), and 0, which is none: no frame header came before.
+_ENDS = frozenset([*range(0xD0, 0xDB), 0x00, 0x01])
 _REFUSALS = (
     OSError,
     SyntaxError,
@@ -37,9 +42,9 @@ def decode(data: bytes) -> Tensor:
     JPEGs, by their first bytes and not by their name, go through torchvision, which equals PIL bit for bit.
 
     Raises:
-        BadImage: where the bytes are no image, or only the beginning of one.
+        BadImage: where the bytes are no image, only the beginning of one, or one of more than `MOST_PIXELS`.
     """
-    if data.startswith(_JPEG):
+    if data.startswith(_JPEG) and _jpeg_is_clear(data):
         try:
             # The operator itself: torchvision 0.29's function around it warns of its own end at every call. Where
             # the operator is gone as well, PIL does the work.
@@ -49,6 +54,35 @@ def decode(data: bytes) -> Tensor:
         except (RuntimeError, AttributeError):  # some rare JPEGs only PIL can read; a broken one it refuses in words
             return _by_pil(data)
     return _by_pil(data)
+
+
+def _jpeg_is_clear(data: bytes) -> bool:
+    """Find the size in a JPEG's header, before a decoder that has no limit allocates the pixels.
+
+    Returns False where the header is not a plain list of segments up to the frame header: PIL, which has a limit,
+    decodes such files.
+
+    Raises:
+        BadImage: there are more than `MOST_PIXELS`.
+    """
+    at, end = 2, len(data) - 9
+    while at < end and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == 0xFF:  # a fill byte
+            at += 1
+        elif marker in _FRAMES:
+            height, width = data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
+            if height * width > MOST_PIXELS:
+                raise BadImage(f"{width:,} x {height:,} pixels are too many (at most {MOST_PIXELS:,})")
+            return True
+        elif marker in _ENDS:
+            return False
+        else:
+            length = data[at + 2] << 8 | data[at + 3]
+            if length < 2:
+                return False
+            at += 2 + length
+    return False
 
 
 def _by_pil(data: bytes) -> Tensor:

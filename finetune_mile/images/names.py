@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
+MOST_FOLDERS = 64  # at the end of a name that are compared; without a bound a name of slashes takes gigabytes
 _ERRORS = "surrogateescape"  # a file name need not be UTF-8
 
 
@@ -88,6 +89,9 @@ def plain(name: str) -> str:
 
 
 def _tails(name: str) -> Iterator[str]:
-    while name:
+    if name:
         yield name
-        name = name.partition("/")[2]
+    tail = "/".join(name.rsplit("/", MOST_FOLDERS)[1:])
+    while tail:
+        yield tail
+        tail = tail.partition("/")[2]

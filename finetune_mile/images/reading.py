@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from finetune_mile.files import LARGEST_IMAGE, open_regular, read_regular, size_in_words
 from finetune_mile.images.decoding import BadImage, decode
 
 Indices = npt.NDArray[np.int64]
@@ -26,8 +27,7 @@ class Files:
         """The file's content."""
         path = os.path.join(self.root, self.names[index])  # noqa: PTH118  a Path per image would cost
         try:
-            with open(path, "rb") as stream:  # noqa: PTH123
-                return stream.read()
+            return read_regular(path, LARGEST_IMAGE)
         except OSError as error:
             raise BadImage(f"cannot be read: {error.strerror}") from error
 
@@ -52,8 +52,10 @@ class TarFiles:
         which = int(self.which[index])
         try:
             if which not in self._open:
-                self._open[which] = os.open(self.paths[which], os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                self._open[which] = open_regular(self.paths[which])
             size = int(self.sizes[index])
+            if size > LARGEST_IMAGE:
+                raise BadImage(f"larger than {size_in_words(LARGEST_IMAGE)}")
             data = os.pread(self._open[which], size, int(self.offsets[index]))
         except OSError as error:
             raise BadImage(f"cannot be read: {error.strerror}") from error

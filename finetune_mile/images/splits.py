@@ -11,22 +11,26 @@ import json
 import lzma
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.fetching import fetch
+from finetune_mile.files import open_regular, size_in_words
 from finetune_mile.images.names import locate
 from finetune_mile.images.subsets import Indices
 from finetune_mile.places import cache, shipped
 from finetune_mile.problems import Problem
+from finetune_mile.yaml_text import load_file
 
 IMAGENET_CLASSES = 1000
+LARGEST_LIST = 2**28  # bytes, unpacked; the names of all of ImageNet take about 40 MB
+PACKED: Mapping[str, Callable[[Any], Any]] = {".xz": lzma.LZMAFile, ".gz": lambda file: gzip.GzipFile(fileobj=file)}
 _TRAIN_NAME = re.compile(r"(.*/)?n\d{8}_\d+(_n\d{8})?\.JPEG$")
 
 
@@ -56,7 +60,7 @@ class Chosen:
 def read_cards() -> list[SplitCard]:
     """Every card in recipes/splits."""
     paths = sorted((shipped("recipes") / "splits").glob("*.yaml"))
-    return [SplitCard.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))) for path in paths]
+    return [SplitCard.model_validate(load_file(path)) for path in paths]
 
 
 def published(ids: Sequence[str], num_classes: int, fraction: float) -> SplitCard | None:
@@ -93,7 +97,7 @@ def read_list(path: Path) -> list[str]:
         try:
             saved = json.loads(text)
             names = [str(name) for name in saved["ids"]]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise Problem(f"{what}: is not the split.json of a run (it has no list `ids`)") from error
     else:
         names = [line.strip() for line in text.splitlines() if line.strip()]
@@ -106,11 +110,14 @@ def read_list(path: Path) -> list[str]:
 
 def _text(path: Path, what: str) -> str:
     try:
-        data = path.read_bytes()
-        if path.suffix == ".xz":
-            data = lzma.decompress(data)
-        elif path.suffix == ".gz":
-            data = gzip.decompress(data)
+        with os.fdopen(open_regular(path), "rb") as stream:
+            if path.suffix in PACKED:
+                with PACKED[path.suffix](stream) as unpacked:
+                    data: bytes = unpacked.read(LARGEST_LIST + 1)
+            else:
+                data = stream.read(LARGEST_LIST + 1)
+        if len(data) > LARGEST_LIST:
+            raise OSError(f"larger than {size_in_words(LARGEST_LIST)}")
         return data.decode("utf-8")
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise Problem(f"{what}: cannot be read as a list of names ({error})") from error
@@ -151,7 +158,8 @@ def find(names: Sequence[str], ids: Sequence[str], what: str, fraction: float) -
     found, missing = locate(names, ids)
     if missing:
         raise Problem(
-            f"{what} names {len(missing):,} of {len(names):,} images that the data lacks: {', '.join(missing[:3])}"
+            f"{what} names {len(missing):,} of {len(names):,} images that the data lacks: "
+            f"{', '.join(name[:80] for name in missing[:3])}"
             f"{', ...' if len(missing) > 3 else ''}"
         )
     indices = np.unique(np.array(found, dtype=np.int64))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from finetune_mile.files import open_regular
 from finetune_mile.images.names import Names
 from finetune_mile.images.scans import Scan, scan_file
 from finetune_mile.problems import Problem
@@ -84,9 +85,12 @@ def scan_tar(path: Path, *, nested: bool = False) -> Scan:
     """
 
     def look() -> Scan:
-        descriptor = os.open(path, os.O_RDONLY)
         try:
-            outer = Window(descriptor, 0, path.stat().st_size)
+            descriptor = open_regular(path)
+        except OSError as error:
+            raise Problem(f"{path}: cannot be read ({error.strerror})") from error
+        try:
+            outer = Window(descriptor, 0, os.fstat(descriptor).st_size)
             found = list(_inner(outer, path) if nested else members(outer, path))
         finally:
             os.close(descriptor)

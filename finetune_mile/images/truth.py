@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from finetune_mile.files import open_regular
 from finetune_mile.images.imageset import Data
 from finetune_mile.images.names import locate
 from finetune_mile.images.sources.csv_file import read_rows, split_labels
@@ -88,8 +90,9 @@ def from_counts(data: Data, counts_file: Path, index_file: Path, share: float, s
         spec: for messages.
     """
     try:
-        counts = np.load(counts_file, allow_pickle=False)
-    except (OSError, ValueError) as error:
+        with os.fdopen(open_regular(counts_file), "rb") as stream:
+            counts = np.lib.format.read_array(stream, allow_pickle=False)
+    except (OSError, ValueError, EOFError, MemoryError) as error:
         raise Problem(f"truth {spec}: {counts_file} cannot be read as .npy ({error})") from error
     files = [row["file"] for row in read_rows(index_file, ("file",), f"truth {spec}: {index_file.name}")]
     if counts.shape != (len(files), len(data.classes)):

@@ -16,6 +16,7 @@ from finetune_mile.problems import Problem
 Role = Literal["init", "teacher", "student"]
 Pool = Literal["labelled", "unlabelled", "all"]
 Loss = Literal["bce", "cross_entropy"]
+MOST_GENERATIONS = 100_000  # every phase is an object in a list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +118,10 @@ def check_amount(amount: int | str) -> int | str:
     """`200`, `200 steps`, `2 epochs` or `5 %`, above zero; anything else raises ValueError."""
     found = _AMOUNT.fullmatch(str(amount).strip())
     if found is None or float(found[1]) <= 0:
-        raise ValueError(f"{amount!r} is not an amount above zero: write 200 (steps), '2 epochs' or '5 %'")
+        raise ValueError(f"{str(amount)[:40]!r} is not an amount above zero: write 200 (steps), '2 epochs' or '5 %'")
     unit = (found[2] or "steps").lower()
     if unit.startswith("step") and not float(found[1]).is_integer():
-        raise ValueError(f"{amount!r}: steps are whole numbers; a share of the budget is '5 %'")
+        raise ValueError(f"{str(amount)[:40]!r}: steps are whole numbers; a share of the budget is '5 %'")
     return amount
 
 
@@ -218,6 +219,7 @@ def mile(
             f"steps: {total_steps} do not hold one generation: warm-up {warmup} + k_t {k_t} + k_s {last}; "
             "raise --steps or lower k_t and k_s"
         )
+    _check_generations(generations, total_steps)
     lead = warmup + rest if warmup else 0
     phases = []
     if lead:
@@ -257,6 +259,7 @@ def noisy_student(
             f"steps: {total_steps} do not hold an interaction of {interaction} and {generations} imitation"
             f"{'s' if generations > 1 else ''}; raise --steps or lower interaction"
         )
+    _check_generations(generations, total_steps)
     lengths = _equal_parts(total_steps - interaction, generations)
     phases = [
         Phase(
@@ -287,6 +290,14 @@ def distill(total_steps: int, *, targets: Targets, loss: Loss, pool: Pool) -> li
             targets=targets, loss=loss, pool=pool,
         )
     ]  # fmt: skip
+
+
+def _check_generations(generations: int, total_steps: int) -> None:
+    if generations > MOST_GENERATIONS:
+        raise Problem(
+            f"steps: {total_steps:,} steps make {generations:,} generations (at most {MOST_GENERATIONS:,}); "
+            "lower --steps or raise --k-t and --k-s"
+        )
 
 
 def _equal_parts(steps: int, parts: int) -> list[int]:

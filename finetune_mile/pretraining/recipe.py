@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from finetune_mile.recipe import Amount, Section
+from finetune_mile.recipe import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, Amount, Positive, Section, Seed
 
 Method = Literal["simclr", "mocov2", "byol", "swav"]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -129,10 +129,10 @@ class Pretrain(Section):
         gt=0, description="side that images are brought to before views are cut out of them; null: size"
     )
     mean: tuple[float, float, float] = Field(description="of the pixels in [0, 1]; goes on with the checkpoint")
-    std: tuple[float, float, float]
-    seed: int = Field(ge=0)
-    steps: int = Field(gt=0)
-    batch_size: int = Field(gt=1, description="images over all processes; each gives two views")
+    std: tuple[Positive, Positive, Positive]
+    seed: Seed
+    steps: int = Field(gt=0, le=MOST_STEPS)
+    batch_size: int = Field(gt=1, le=LARGEST_BATCH, description="images over all processes; each gives two views")
     optimizer: PretrainOptimizer
     views: ViewSettings
     simclr: SimCLR | None = None
@@ -142,7 +142,9 @@ class Pretrain(Section):
     neighbours: Neighbours
     precision: Literal["no", "fp16", "bf16"] = "no"
     sync_batch_norm: bool = False
-    workers: int | None = Field(default=None, ge=0, description="loader processes; null: from the cores")
+    workers: int | None = Field(
+        default=None, ge=0, le=MOST_WORKERS, description="loader processes; null: from the cores"
+    )
     keep_megabytes: int = Field(default=1024, ge=0, description="images that fit into this are read once and kept")
     checkpoint_every: int = Field(default=200, gt=0, description="steps between checkpoints")
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics.jsonl")

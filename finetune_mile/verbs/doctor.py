@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.flags import Parser
+from finetune_mile.images.bad_images import check_replaceable, write_list
 from finetune_mile.images.checks import check_truth
 from finetune_mile.images.sources import load_data, split_name
 
@@ -49,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
     split_name(options.data)
     if options.truth:
         check_truth(options.truth)
+    if options.list is not None:
+        check_replaceable(options.list, "--list")
     data = load_data(options.data)
     if options.truth:
         from finetune_mile.images.truth import with_truth
@@ -64,10 +67,8 @@ def main(argv: Sequence[str]) -> int:
 
         sys.stdout.write(f"--data {options.data}: {say_unreadable(data.unreadable)}\n")
     if options.list is not None:
-        from finetune_mile.images.bad_images import write_list
-
         rows = [(s, _set(data, s).ids[i], why) for s, f in found.items() for i, why in sorted(f.bad.items())]
-        write_list(options.list, rows)
+        write_list(options.list.resolve(), rows)
     return 1 if data.unreadable or any(findings.bad for findings in found.values()) else 0
 
 

@@ -14,6 +14,7 @@ from finetune_mile.images.checks import check_truth
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.sources import split_name
 from finetune_mile.problems import Problem, tell
+from finetune_mile.recipe import LARGEST_BATCH
 from finetune_mile.runlog import next_folder
 from finetune_mile.verbs.classifiers import check_model, run_folder
 from finetune_mile.verbs.predicting import predict_with, recipe_of
@@ -52,9 +53,11 @@ def build_parser() -> Parser:
     how.add_argument("--rule", choices=("threshold", "argmax_or_threshold"),
                      help="set that the plain f1@... means (default: the run's, else threshold)")  # fmt: skip
     how.add_argument("--batch-size", type=_positive, default=128, help="over all processes (default: %(default)s)")
-    how.add_argument("--workers", type=int, help="loader processes (default: from the cores)")
-    how.add_argument("--draws", type=int, default=1000, help="of the bootstrap; 0: no intervals (default: %(default)s)")
-    how.add_argument("--seed", type=int, default=0, help="of the bootstrap and of random weights")
+    how.add_argument("--workers", type=_whole, help="loader processes (default: from the cores)")
+    how.add_argument(
+        "--draws", type=_whole, default=1000, help="of the bootstrap; 0: no intervals (default: %(default)s)"
+    )
+    how.add_argument("--seed", type=_seed, default=0, help="of the bootstrap and of random weights")
     where = parser.add_argument_group("where")
     where.add_argument("--out", type=Path, metavar="DIR", help="default: runs/eval-<number>")
     where.add_argument("--overwrite", action="store_true", help="replace an evaluation that is in --out")
@@ -62,8 +65,20 @@ def build_parser() -> Parser:
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of images")
+    if not text.isdecimal() or not 1 <= int(text[:20]) <= LARGEST_BATCH:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is not a number of images from 1 to {LARGEST_BATCH:,}")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or len(text) > 6:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is not a whole number from 0 to 999,999")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or not int(text[:20]) < 2**32:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is not a whole number from 0 to {2**32 - 1}")
     return int(text)
 
 
@@ -71,6 +86,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags and refuse, all at once, what cannot work; no torch yet."""
     parser = build_parser()
     tidy = [w.partition("=")[0].replace("_", "-") + w[len(w.partition("=")[0]) :] if w[:2] == "--" else w for w in argv]
+    options: argparse.Namespace
     options, rest = parser.parse_known_args(tidy)
     problems = []
     for word in (word.partition("=")[0] for word in rest if word.startswith("-")):

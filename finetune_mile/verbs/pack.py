@@ -7,6 +7,7 @@ A shard is a tar of KEY.jpg, KEY.cls (the class number; absent where images have
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -20,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_mile.flags import Parser
 from finetune_mile.images.sources import load_data, split_name
+from finetune_mile.images.sources.wds_state import STATE, read_state
 from finetune_mile.problems import Problem
 from finetune_mile.runlog import write_json
 
 if TYPE_CHECKING:
     from finetune_mile.images.imageset import Data, ImageSet
 
-STATE = "pack.json"
+LOCK, BAD = ".pack.lock", "bad_images.csv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,15 @@ def main(argv: Sequence[str]) -> int:
     split_name(options.source)
     how = How(size=options.size, quality=options.quality, shard=options.shard)
     data = load_data(options.source)
+    _check_ours(options.out)
+    with alone(options.out):
+        return _pack(options, data, how)
+
+
+def _pack(options: argparse.Namespace, data: Data, how: How) -> int:
     state = begin(options.out, data, how)
     if state["complete"]:
+        _clean(options.out)
         sys.stdout.write(f"{options.out} is complete already\n")
         return 0
     bad: list[tuple[str, str, str]] = []
@@ -73,8 +82,9 @@ def main(argv: Sequence[str]) -> int:
     if bad:
         from finetune_mile.images.bad_images import write_list
 
-        write_list(options.out / "bad_images.csv", bad)
+        write_list(options.out / BAD, bad)
     write_json(options.out / STATE, state | {"complete": True})
+    _clean(options.out)
     size = sum(path.stat().st_size for path in options.out.glob("*.tar"))
     sys.stdout.write(
         f"{len(data.train) + len(data.val) - len(bad):,} images in {size / 1e9:.2f} GB; use them with "
@@ -91,8 +101,43 @@ def _check(options: argparse.Namespace) -> None:
         raise Problem(f"{options.out}: is a file; name a directory for the shards")
 
 
+def _check_ours(out: Path) -> None:
+    """Refuse a directory that holds other things; what a pack left that was killed at its very beginning is ours."""
+    if not out.is_dir() or (out / STATE).is_file():
+        return
+    if any(path.name not in (f".{STATE}.part", LOCK) for path in out.iterdir()):
+        raise Problem(f"{out}: is not empty and holds no shards of ours; choose another directory")
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Hold the directory: two packs would write the same files. A process that died holds nothing."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(out / LOCK)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(NotImplementedError):  # a file system without locks
+            lock.acquire(timeout=0)
+    except Timeout as error:
+        raise Problem(f"{out}: another finetune-mile pack is writing there; wait for it") from error
+    except OSError as error:
+        raise Problem(f"{out}: cannot be written ({error.strerror}); choose another directory") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _clean(out: Path) -> None:
+    """Remove what only an unfinished pack needs; the lock too, since nobody writes into a complete one."""
+    patterns = ("*.tar.bad.json", ".*.tar.part", f".{STATE}.part", f".{BAD}.part", LOCK)
+    for path in [path for pattern in patterns for path in out.glob(pattern)]:
+        path.unlink(missing_ok=True)
+
+
 def begin(out: Path, data: Data, how: How) -> dict[str, Any]:
-    """Make the directory, or make sure that what is in it came from the same command."""
+    """Write what is packed here, or make sure that what is there came from the same command."""
     from finetune_mile.images.subsets import fingerprint
 
     state: dict[str, Any] = {
@@ -102,13 +147,10 @@ def begin(out: Path, data: Data, how: How) -> dict[str, Any]:
     }  # fmt: skip
     path = out / STATE
     if path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_state(path)
         if found | {"complete": False} != state:
             raise Problem(f"{out}: holds shards of other images or settings; choose another directory")
         return dict(found)
-    if out.is_dir() and any(out.iterdir()):
-        raise Problem(f"{out}: is not empty and holds no shards of ours; choose another directory")
-    out.mkdir(parents=True, exist_ok=True)
     write_json(path, state)
     return state
 
@@ -144,13 +186,13 @@ def write_split(
                             archive.addfile(info, io.BytesIO(content))
                     bar.advance(task)
             if found:
-                listed.write_text(json.dumps(found), encoding="utf-8")
+                write_json(listed, found)
+            else:
+                listed.unlink(missing_ok=True)  # of a pack that was killed here, before the image was mended
             with part.open("rb") as stream:
                 os.fsync(stream.fileno())
             part.replace(path)
             bad += found
-    for listed in out.glob(f"{split}-*.bad.json"):
-        listed.unlink()
     return bad
 
 

@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
 from finetune_mile.images.bad_images import allowed
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.sources import load_data, split_name
+from finetune_mile.layers import read_yaml
 from finetune_mile.problems import Problem
 from finetune_mile.verbs.classifiers import Classifier, columns_for, open_classifier, run_folder
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 def recipe_of(folder: Path) -> dict[str, Any]:
     """The recipe of a run folder, or of the run that an export folder lies in; empty without one."""
     path = next((p for p in (folder / "recipe.yaml", folder.parent / "recipe.yaml") if p.is_file()), None)
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
+    return read_yaml(path) if path else {}
 
 
 def how_sets_are_made(model: str) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from finetune_mile.flags import Parser
 from finetune_mile.problems import Problem
+from finetune_mile.settings import set_value
 from finetune_mile.tables.cells import LAUNCH, Job, make_jobs, pick
 from finetune_mile.tables.description import find_table, read_table
 from finetune_mile.tables.listing import dry_run, shell_lines, slurm_script
@@ -104,10 +103,7 @@ def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
         key, equals, text = pair.partition("=")
         if not equals or not key.strip():
             raise Problem(f"--set {pair}: write KEY=VALUE, for example --set data=folder:photos")
-        try:
-            found[key.strip()] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise Problem(f"--set {pair}: {text!r} is not a YAML value") from error
+        found[key.strip()] = set_value(key.strip(), text)
     return found
 
 

@@ -1,5 +1,6 @@
 """`finetune-mile doctor`: what is wrong with data is found before a run."""
 
+import os
 import shutil
 
 import numpy as np
@@ -49,6 +50,31 @@ def test_what_it_finds(folder, tmp_path, capsys):
     assert [line.split(",")[:2] for line in bad.read_text().splitlines()] == [
         ["split", "id"], ["train", "owl/2.jpg"], ["val", "cat/1.jpg"],
     ]  # fmt: skip
+
+
+def test_f1_list_replaces_a_list_of_ours_and_nothing_else(folder, tmp_path, capsys, monkeypatch):
+    (folder / "train/owl/2.jpg").write_bytes(b"")
+    thesis, ours, fifo = tmp_path / "thesis.csv", tmp_path / "bad.csv", tmp_path / "fifo"
+    words = ["doctor", "--data", str(folder), "--workers", "0", "--list"]
+    for text in ("", "split,id\n", "split,id,reason,more\n", "my thesis\n"):
+        thesis.write_text(text)
+        with monkeypatch.context() as patch:
+            patch.setattr("finetune_mile.verbs.doctor.load_data", None)  # before any work
+            assert main([*words, str(thesis)]) == 2
+        assert capsys.readouterr().err == (
+            f"error: --list {thesis}: this file exists and is not a list of bad images; choose another name\n"
+        )
+        assert thesis.read_text() == text
+    os.mkfifo(fifo)
+    for path in (folder, fifo):
+        assert main([*words, str(path)]) == 2
+        assert "choose another name" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "no/where.csv")]) == 2
+    assert "--list" in capsys.readouterr().err
+    for _ in range(2):
+        assert main([*words, str(ours)]) == 1
+        assert [line.split(",")[1] for line in ours.read_text().splitlines()] == ["id", "owl/2.jpg"]
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_true_sets_are_counted(folder, tmp_path, capsys):

@@ -1,11 +1,14 @@
 """`finetune-mile pack`: shards that we, `datasets` and WebDataset readers open; whole or not at all."""
 
 import json
+import subprocess
+import sys
 import tarfile
 
 import numpy as np
 import pytest
 from PIL import Image
+from shortcuts import ROOT
 
 from finetune_mile.cli import main
 from finetune_mile.images.sources import load_data
@@ -124,3 +127,105 @@ def test_wrong_input(folder, tmp_path, capsys):
     ):
         assert main(["pack", *words]) == 2
         assert sentence in capsys.readouterr().err
+
+
+# Packs in forked children, each killed just before its n-th change of OUT, and packs again; prints what differs.
+KILLS = """
+import os, shutil, sys
+from pathlib import Path
+import finetune_mile.images.decoding, finetune_mile.images.pipeline, torchvision.transforms.v2, rich.progress
+from finetune_mile.cli import main
+
+source, base = sys.argv[1], Path(sys.argv[2])
+
+def pack(out):
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    return main(["pack", source, str(out), "--size", "48", "--shard", "6", "--workers", "1"])
+
+def in_a_child(out, kill=None, torn=False):
+    child = os.fork()
+    if child == 0:
+        seen, last = [0], [None]
+        def hook(event, args):
+            if event not in ("open", "os.rename", "os.remove", "os.mkdir") or str(out) not in str(args[0]):
+                return
+            if event == "open" and not args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                return
+            seen[0] += 1
+            if seen[0] == kill:
+                written = last[0] is not None and last[0].exists()
+                if torn:
+                    os.truncate(last[0], last[0].stat().st_size // 2)  # it was being written
+                os._exit(78 if written else 77)
+            last[0] = Path(os.fsdecode(args[0])) if event == "open" else None
+        if kill is not None:
+            sys.addaudithook(hook)
+        os._exit(pack(out))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def content(out):
+    return {p.name: p.read_bytes() for p in out.iterdir()}
+
+assert in_a_child(base / "whole") == 0
+whole = content(base / "whole")
+kill = 1
+while True:
+    for torn in (False, True):
+        out = base / "out"
+        ended = in_a_child(out, kill, torn)
+        again = in_a_child(out)
+        found = content(out)
+        if again != 0 or found != whole:
+            wrong = sorted(n for n in whole.keys() | found.keys() if whole.get(n) != found.get(n))
+            print(f"killed before change {kill}, torn {torn}: exit code {again}, differs in {wrong}")
+        if ended not in (77, 78):
+            print("kills:", kill - 1)
+            sys.exit()
+        shutil.rmtree(out, ignore_errors=True)
+        if ended == 77:
+            break
+    kill += 1
+"""
+
+
+def test_f8_whatever_a_kill_leaves_behind_the_next_call_completes(folder, tmp_path):
+    for name in ("train/cat.v2/0.x.jpg", "train/dog/3.x.jpg", "val/dog/1.x.jpg"):
+        (folder / name).write_bytes(b"broken")
+    command = [sys.executable, "-c", KILLS, str(folder), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    *wrong, last = done.stdout.splitlines()
+    assert not wrong
+    assert int(last.removeprefix("kills: ")) >= 15
+    assert (tmp_path / "whole/bad_images.csv").read_text().count("\n") == 4
+
+
+def test_f8_two_packs_at_once_are_one_sentence_for_the_second(folder, tmp_path, capsys):
+    from finetune_mile.verbs import pack
+
+    out = tmp_path / "packed"
+    with pack.alone(out):
+        assert main(["pack", str(folder), str(out), *PACK]) == 2
+        assert capsys.readouterr().err == f"error: {out}: another finetune-mile pack is writing there; wait for it\n"
+    assert main(["pack", str(folder), str(out), *PACK]) == 0
+    assert not list(out.glob(".*"))
+
+
+def test_f8_a_foreign_folder_stays_as_it_is(folder, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/.pack.json.part").write_text("")
+    (tmp_path / "full/thesis.tex").write_text("x")
+    assert main(["pack", str(folder), str(tmp_path / "full"), *PACK]) == 2
+    assert "is not empty and holds no shards of ours" in capsys.readouterr().err
+    assert len(list((tmp_path / "full").iterdir())) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]"])
+def test_f13_a_damaged_pack_json_is_one_sentence(folder, tmp_path, capsys, text):
+    out = tmp_path / "packed"
+    assert main(["pack", str(folder), str(out), *PACK]) == 0
+    (out / "pack.json").write_text(text)
+    assert main(["pack", str(folder), str(out), *PACK]) == 2
+    assert "pack.json is damaged" in capsys.readouterr().err
+    with pytest.raises(Problem, match=r"pack\.json is damaged"):
+        load_data(f"wds:{out}")

@@ -30,6 +30,7 @@ SOURCES: dict[str, str] = {
 }
 DIRECTORIES = ("folder", "imagenet", "wds", "webvision", "celeba", "mosaic")
 OF_MNIST = ("multi-mnist", "colored-mnist", "colored-mnist+")
+MOST_GRIDS = 10**6  # of the demo
 PLACELESS = ("demo", "imagenet", *OF_MNIST)  # their name alone will do
 
 
@@ -49,8 +50,8 @@ def split_name(data: str) -> tuple[str, str]:
 
 
 def _check_place(data: str, scheme: str, place: str) -> None:
-    if scheme == "demo" and place and not (place.isdigit() and int(place) > 0):
-        raise Problem(f"--data {data}: write demo, or demo:400 for 400 training grids")
+    if scheme == "demo" and place and not (place.isdecimal() and 0 < int(place[:9]) <= MOST_GRIDS):
+        raise Problem(f"--data {data[:80]}: write demo, or demo:400 for 400 training grids (at most {MOST_GRIDS:,})")
     if scheme in DIRECTORIES and not Path(place).is_dir():
         raise Problem(f"--data {data}: there is no directory {place!r}")
     if scheme in OF_MNIST and "download=yes" not in data:

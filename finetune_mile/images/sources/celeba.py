@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune_mile.files import open_text
 from finetune_mile.images.assembly import Listing, make_data, to_set
 from finetune_mile.images.imageset import Data
 from finetune_mile.images.reading import Files
@@ -60,6 +61,7 @@ def _find(root: Path, name: str, folders: tuple[str, ...], what: str) -> Path:
 
 def _lines(path: Path, what: str) -> list[str]:
     try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        with open_text(path) as stream:
+            return [line for line in stream.read().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise Problem(f"{what}: {path} cannot be read ({error})") from error

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from finetune_mile.files import open_text
 from finetune_mile.images.assembly import Listing, check_classes, make_data, multi_hot, number, to_set, unique_ids
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.reading import Files
@@ -52,7 +53,7 @@ def load(where: str) -> Data:
 def read_rows(path: Path, wanted: Sequence[str], what: str) -> list[Row]:
     """The rows of a CSV file with a header; missing file, column or cell is a sentence."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
+        with open_text(path, "utf-8-sig") as stream:
             table = csv.DictReader(stream, strict=True)
             header = [name.strip() for name in table.fieldnames or ()]
             table.fieldnames = header

@@ -77,6 +77,6 @@ def class_names(scan: Scan, what: str, depth: int | None = None) -> list[str]:
 def _depth(text: str | None, what: str) -> int | None:
     if text is None:
         return None
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text[:9]) < 1:
         raise Problem(f"{what}: depth={text} must be a number of folders, such as depth=1")
-    return int(text)
+    return int(text[:9])

@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from finetune_mile.images.assembly import Listing, check_classes, make_data, multi_hot, number, to_set, unique_ids
+from finetune_mile.files import LARGEST_IMAGE, read_regular
+from finetune_mile.images.assembly import (
+    MOST_CLASSES,
+    Listing,
+    check_classes,
+    make_data,
+    multi_hot,
+    number,
+    to_set,
+    unique_ids,
+)
 from finetune_mile.images.decoding import BadImage
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.sources.options import read_options
@@ -46,8 +56,8 @@ class Rows:
         if cell.get("bytes") is not None:
             return bytes(cell["bytes"])
         try:
-            return Path(cell["path"]).read_bytes()
-        except (KeyError, TypeError, OSError) as error:
+            return read_regular(cell["path"], LARGEST_IMAGE)
+        except (KeyError, TypeError, ValueError, OSError) as error:
             raise BadImage(f"row {index}: neither bytes nor a readable file ({error})") from error
 
 
@@ -64,7 +74,7 @@ def load(where: str) -> Data:
     label = _label_column(train, options.get("label"), what)
     tables = [train] if val_name in (None, train_name) else [train, splits[val_name]]
     columns = [_labels(table, label) for table in tables]
-    classes, several = _classes(train.features[label], columns, _note_names(tables))
+    classes, several = _classes(train.features[label], columns, _note_names(tables), what)
     check_classes(what, classes, np.arange(len(train)))
     halves = [_half(table, image, cells, classes, several, what) for table, cells in zip(tables, columns, strict=True)]
     name = Path(place).name or place
@@ -162,7 +172,7 @@ def _note_names(tables: Sequence[Any]) -> dict[int, str] | None:
     return {k: next(iter(some)) for k, some in found.items()}
 
 
-def _classes(kind: Any, columns: list[list[Any]], noted: dict[int, str] | None) -> tuple[list[str], bool]:
+def _classes(kind: Any, columns: list[list[Any]], noted: dict[int, str] | None, what: str) -> tuple[list[str], bool]:
     """The class names in their order, and whether images have sets of labels."""
     inner: Any = kind[0] if isinstance(kind, list) else kind
     inner = getattr(inner, "feature", inner)
@@ -174,6 +184,8 @@ def _classes(kind: Any, columns: list[list[Any]], noted: dict[int, str] | None) 
     if noted is not None:
         return [noted[k] for k in range(len(noted))], several
     if all(isinstance(v, int) for v in values):
+        if max(values, default=-1) >= MOST_CLASSES:
+            raise Problem(f"{what}: label {max(values)}: class numbers go up to {MOST_CLASSES - 1:,}")
         return [str(k) for k in range(max(values, default=-1) + 1)], several
     return sorted(map(str, values)), several
 
@@ -196,7 +208,7 @@ def _names(cell: Any, classes: list[str], what: str) -> list[str]:
     for value in cell if isinstance(cell, list) else [cell]:
         if value in (None, -1, ""):
             continue
-        if isinstance(value, int) and not value < len(classes):
+        if isinstance(value, int) and not 0 <= value < len(classes):
             raise Problem(f"{what}: label {value} is outside of the {len(classes)} classes")
         found.append(classes[value] if isinstance(value, int) else str(value))
     return found

@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+from finetune_mile.files import open_text
 from finetune_mile.images.names import locate
 from finetune_mile.images.sources.csv_file import read_rows
 from finetune_mile.problems import Problem
@@ -59,7 +60,7 @@ def val_labels(root: Path, files: list[str], given: str | None, what: str) -> li
     if path.suffix == ".csv":
         table = _from_csv(path, what)
     else:
-        lines = _from_devkit(path, what) if path.name.endswith(".tar.gz") else path.read_text("utf-8").split()
+        lines = _from_devkit(path, what) if path.name.endswith(".tar.gz") else _words(path, what)
         table = {f"ILSVRC2012_val_{i:08d}.JPEG": synset for i, synset in enumerate(lines, start=1)}
     known = set(synsets())
     strange = [(file, label) for file, label in table.items() if label not in known]
@@ -72,6 +73,14 @@ def val_labels(root: Path, files: list[str], given: str | None, what: str) -> li
             f"{what}: {path.name} has no label for {len(missing)} of {len(files)} images: {', '.join(missing[:3])}"
         )
     return [table[names[i]] for i in locate(files, names)[0]]
+
+
+def _words(path: Path, what: str) -> list[str]:
+    try:
+        with open_text(path) as stream:
+            return stream.read().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Problem(f"{what}: {path.name} cannot be read ({error})") from error
 
 
 def _from_csv(path: Path, what: str) -> dict[str, str]:

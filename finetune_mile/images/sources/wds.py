@@ -8,27 +8,30 @@ is called by the folder of its keys, where each class has one of its own.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from finetune_mile.images.assembly import Listing, check_classes, make_data, multi_hot, number, to_set
+from finetune_mile.files import open_regular, size_in_words
+from finetune_mile.images.assembly import MOST_CLASSES, Listing, check_classes, make_data, multi_hot, number, to_set
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.reading import TarFiles
 from finetune_mile.images.scans import ENDINGS
+from finetune_mile.images.sources.wds_state import STATE, read_state
 from finetune_mile.images.tars import scan_tar
 from finetune_mile.problems import Problem
 
 VAL_STARTS = ("val", "validation", "test")
-STATE = "pack.json"  # what `finetune-mile pack` leaves beside its shards
+LARGEST_NOTE = 2**20  # bytes of one .cls or .json
 
 
 def load(where: str) -> Data:
     """Index the shards at `where`."""
     root, what = Path(where), f"--data wds:{where}"
-    state = json.loads((root / STATE).read_text("utf-8")) if (root / STATE).is_file() else {}
+    state = read_state(root / STATE) if (root / STATE).is_file() else {}
     if state and not state.get("complete"):
         raise Problem(f"{what}: packing was not finished; run the same `finetune-mile pack` again, it goes on")
     train_paths, val_paths = shards(root, what)
@@ -141,7 +144,7 @@ def _samples(path: Path) -> dict[str, dict[str, tuple[int, int, bytes]]]:
     """Key to ending to (offset, size, content of .cls and .json)."""
     scan = scan_tar(path)
     found: dict[str, dict[str, tuple[int, int, bytes]]] = {}
-    with path.open("rb") as stream:
+    with os.fdopen(open_regular(path), "rb") as stream:
         for name, offset, size in zip(
             scan.names, scan.numbers["offset"].tolist(), scan.numbers["size"].tolist(), strict=True
         ):
@@ -149,6 +152,8 @@ def _samples(path: Path) -> dict[str, dict[str, tuple[int, int, bytes]]]:
             stem, _, ending = file.partition(".")
             content = b""
             if ending in ("cls", "json"):
+                if size > LARGEST_NOTE:
+                    raise Problem(f"{path}: {name} is larger than {size_in_words(LARGEST_NOTE)}")
                 stream.seek(offset)
                 content = stream.read(size)
             found.setdefault(f"{folder}/{stem}" if folder else stem, {})[ending] = (offset, size, content)
@@ -161,6 +166,8 @@ def _number(part: tuple[int, int, bytes] | None, path: Path, key: str) -> int:
     text = part[2].strip()
     if not text.isdigit():
         raise Problem(f"{path}: {key}.cls holds {text[:20].decode(errors='replace')!r}, not a class number")
+    if len(text) > 18 or int(text) >= MOST_CLASSES:
+        raise Problem(f"{path}: {key}.cls holds {text[:20].decode()}: class numbers go up to {MOST_CLASSES - 1:,}")
     return int(text)
 
 

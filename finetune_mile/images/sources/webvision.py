@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune_mile.files import open_text
 from finetune_mile.images.assembly import Listing, check_classes, make_data, to_set
 from finetune_mile.images.imageset import Data
 from finetune_mile.images.reading import Files
@@ -30,7 +31,7 @@ def load(where: str) -> Data:
     info = root / "info" if (root / "info").is_dir() else root
     synsets = [line.split(maxsplit=1)[0] for line in _lines(info / "synsets.txt", what)]
     limit = options.get("classes", str(len(synsets)))
-    if not limit.isdigit() or not 2 <= int(limit) <= len(synsets):
+    if not limit.isdecimal() or len(limit) > 9 or not 2 <= int(limit) <= len(synsets):
         raise Problem(f"{what}: classes={limit} must be from 2 to {len(synsets)}")
     classes = synsets[: int(limit)]
     train = [pair for part in parts for pair in _pairs(info / f"train_filelist_{part}.txt", classes, what)]
@@ -45,7 +46,8 @@ def load(where: str) -> Data:
 
 def _lines(path: Path, what: str) -> list[str]:
     try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        with open_text(path) as stream:
+            return [line for line in stream.read().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise Problem(f"{what}: {path} cannot be read ({error}); is this WebVision 1.0 with its info/?") from error
 
