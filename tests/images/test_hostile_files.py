@@ -67,6 +67,12 @@ def test_f4_doctor_finds_a_fifo(folder, capsys):
     assert "1 images cannot be read" in capsys.readouterr().out
 
 
+def test_f4_a_fifo_among_the_photos_of_mosaics_is_one_sentence(folder):
+    os.mkfifo(folder / "train/n01440764/x.JPEG")
+    with pytest.raises(Problem, match=r"--data mosaic: n01440764/x\.JPEG cannot be used \(cannot be read: not a reg"):
+        load_data(f"mosaic:{folder}?train=4&val=4")
+
+
 def test_f4_devices_folders_and_large_files_are_bad_images(tmp_path):
     (tmp_path / "zero.jpg").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "fifo.jpg")
