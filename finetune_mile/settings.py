@@ -216,7 +216,8 @@ def explain(error: ValidationError, path: Path, merged: Merged, model: type[Base
         if len(sentences) == MOST_SENTENCES:
             return [*sentences, f"recipe {path.name}: up to {len(items) - number:,} more problems of this kind"]
         dotted = ".".join(str(part) for part in item["loc"] if not _is_union_branch(part))
-        speaker = merged.said_by.get(dotted, "recipe")
+        whole = dotted if dotted in merged.said_by else dotted.rpartition(".")[0]  # std.0 is part of --set std
+        speaker = merged.said_by.get(whole, "recipe")
         place = merged.places.get(dotted, f"recipe {path.name}: ")
         where = speaker if speaker.startswith("--") else f"{place}{dotted}"
         if item["type"] == "extra_forbidden":

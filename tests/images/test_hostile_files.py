@@ -58,13 +58,19 @@ def test_f4_a_fifo_among_the_images_is_a_bad_image(folder, tmp_path):
         "n01443537_3.JPEG": regular,
         "huge.JPEG": "30,000 x 30,000 pixels are too many (at most 178,956,970)",
     }
-    assert json.loads((out / "results.json").read_text())["bad_images"] == 1
+    assert json.loads((out / "results.json").read_text())["bad_images"] == 3
 
 
 def test_f4_doctor_finds_a_fifo(folder, capsys):
     os.mkfifo(folder / "train/n01440764/x.JPEG")
     assert main(["doctor", "--data", str(folder), "--workers", "0"]) == 1
     assert "1 images cannot be read" in capsys.readouterr().out
+
+
+def test_f4_a_fifo_among_the_photos_of_mosaics_is_one_sentence(folder):
+    os.mkfifo(folder / "train/n01440764/x.JPEG")
+    with pytest.raises(Problem, match=r"--data mosaic: n01440764/x\.JPEG cannot be used \(cannot be read: not a reg"):
+        load_data(f"mosaic:{folder}?train=4&val=4")
 
 
 def test_f4_devices_folders_and_large_files_are_bad_images(tmp_path):

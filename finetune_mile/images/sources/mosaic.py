@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.images.decoding import BadImage
 from finetune_mile.images.grids import make_grids, read_wanted
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.pipeline import centre_view
 from finetune_mile.images.sources import folder
+from finetune_mile.problems import Problem
 
 
 @functools.lru_cache(maxsize=2)
@@ -44,4 +46,11 @@ def load(where: str) -> Data:
 def small_photos(images: ImageSet, side: int) -> Tensor:
     """Every photo's central square (N, 3, side, side), in memory."""
     how = Preprocess(size=side, crop=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
-    return torch.stack([centre_view(images.read(i), how) for i in range(len(images))])
+    return torch.stack([centre_view(_read(images, i), how) for i in range(len(images))])
+
+
+def _read(images: ImageSet, index: int) -> Tensor:
+    try:
+        return images.read(index)
+    except BadImage as error:
+        raise Problem(f"--data mosaic: {images.ids[index]} cannot be used ({error}); remove it") from error
