@@ -178,7 +178,7 @@ def test_f2_a_flipped_bit_is_never_trained_on(stopped, tmp_path):
     assert contents_equal(before, latest)
     assert latest["step"] == 10
     good, draws, told = newest.read_bytes(), random.Random(0), 0
-    for _ in range(150):
+    for _ in range(80):
         flip(newest, draws.randrange(len(good)), draws.randrange(8))
         said = []
         content = load_latest(folder, said.append)
@@ -189,7 +189,7 @@ def test_f2_a_flipped_bit_is_never_trained_on(stopped, tmp_path):
         else:
             assert contents_equal(content, latest)
         newest.write_bytes(good)
-    assert told > 75, "most of a checkpoint is data"
+    assert told > 40, "most of a checkpoint is data"
     del older
 
 
