@@ -21,7 +21,7 @@ from PIL import Image
 from torch.utils.data import default_collate
 from torchvision import datasets, transforms
 
-from finetune_mile.checkpoints.cards import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+from finetune_mile.core.types import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from finetune_mile.images.imageset import ImageSet
 from finetune_mile.images.order import Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers, normalise

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import sys
 
-from finetune_mile.problems import Problem, tell
+from finetune_mile.core.problems import Problem, tell
 
 # Verb: (module with main(argv) -> exit code, what it does).
 VERBS: dict[str, tuple[str, str]] = {

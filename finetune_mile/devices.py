@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 Precision = Literal["no", "fp16", "bf16"]
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 from finetune_mile.recipe import Method, Variant
 
 SETTINGS = (

@@ -15,12 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from finetune_mile.core.files import whole_file
 from finetune_mile.images.subsets import Indices
 from finetune_mile.learning.phases import Phase, Soften
 from finetune_mile.learning.roles import Roles
 from finetune_mile.learning.stores import Block, LabelStore, encode
 from finetune_mile.learning.targets import make_targets
-from finetune_mile.runlog import remove_written, whole_file
+from finetune_mile.runlog import remove_written
 from finetune_mile.session import Session
 
 BLOCK = 32768  # images whose logits are held at a time: 131 MB with 1,000 classes

@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
-from finetune_mile.places import shipped
-from finetune_mile.problems import Problem
+from finetune_mile.core.places import shipped
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.yaml_text import TooMuch, compose, construct, read_text
 from finetune_mile.recipe import Recipe
-from finetune_mile.yaml_text import TooMuch, compose, construct, read_text
 
 LONGEST_CHAIN = 4  # files, the first one included
 OWN_KEYS = ("base", "fractions", "sources")

@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from finetune_mile.runlog import RunFolder, environment, whole_file
+from finetune_mile.core.files import whole_file
+from finetune_mile.runlog import RunFolder, environment
 
 LABEL_BATCH = 65536  # rows written at once
 

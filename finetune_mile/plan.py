@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune_mile.learning.phases import (
-    SCHEDULES,
-    Argmax,
-    Auto,
-    Phase,
-    Pool,
-    Soften,
-    Targets,
-    Threshold,
-    in_steps,
-)
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Pool
+from finetune_mile.learning.phases import SCHEDULES, Argmax, Auto, Phase, Soften, Targets, Threshold, in_steps
 from finetune_mile.recipe import LABELS_ALONE, Imitation, Recipe
 
 

@@ -14,11 +14,11 @@ from functools import partial
 
 from finetune_mile.checkpoints.cards import check_init, check_teacher
 from finetune_mile.checkpoints.locating import fetch_card
+from finetune_mile.core.problems import Problem, tell
 from finetune_mile.flags import given_settings, parse
 from finetune_mile.images.checks import check_split, check_truth
 from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.plan import make_plan
-from finetune_mile.problems import Problem, tell
 from finetune_mile.recipe import OVER_ENVIRONMENTS
 from finetune_mile.runlog import check_free, next_folder
 from finetune_mile.settings import Resolved, check, resolve, resumed_recipe

@@ -14,17 +14,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from finetune_mile import yaml_text
-from finetune_mile.problems import Problem
+from finetune_mile.core import yaml_text
+from finetune_mile.core.files import locked, whole_file, write_json
+from finetune_mile.core.problems import Problem
 
 KEPT_CHECKPOINTS = 2
-LOCK_SECONDS = 10.0  # loader processes outlive a kill by some seconds
 MADE_BY = {"made_by": "finetune_mile"}  # the mark in run.json of a folder that a run made
 LOCK = "checkpoints/.lock"
+AT_WORK = "{}: another process is at work on this run; wait for it, or stop it first"
 
 # Every file that a run writes, as globs below its folder; --overwrite removes these and nothing else. The recipe is
 # the first to go and the last to come: a folder that has one can be resumed. {name} is the folder's own name, where
@@ -35,22 +37,6 @@ WRITTEN = (
     "export/README.md", "export/checkpoint.ckpt", "pseudo_labels/generation-*/block-*.safetensors",
     "{name}/events.out.tfevents.*", "{name}/*/events.out.tfevents.*", "{name}/*/hparams.yml",
 )  # fmt: skip
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path that becomes `path`, flushed to disk, if the block ends well."""
-    part = path.with_name(f".{path.name}.part")
-    yield part
-    with part.open("rb") as stream:
-        os.fsync(stream.fileno())
-    part.replace(path)
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write JSON at once."""
-    with whole_file(path) as part:
-        part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def next_folder(base: Path, name: str) -> Path:
@@ -104,21 +90,9 @@ def recipe_hash(tree: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
-@contextlib.contextmanager
-def alone(folder: Path, seconds: float | None = None) -> Iterator[None]:
-    """Hold a run folder: two processes that write into it would spoil it. A process that died holds nothing."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / LOCK)
-    try:
-        with contextlib.suppress(NotImplementedError):  # a file system without locks
-            lock.acquire(timeout=LOCK_SECONDS if seconds is None else seconds)
-    except Timeout as error:
-        raise Problem(f"{folder}: another process is at work on this run; wait for it, or stop it first") from error
-    try:
-        yield
-    finally:
-        lock.release()
+def alone(folder: Path, seconds: float | None = None) -> AbstractContextManager[None]:
+    """Hold a run folder: two processes that write into it would spoil it."""
+    return locked(folder / LOCK, AT_WORK.format(folder), seconds)
 
 
 class RunFolder:

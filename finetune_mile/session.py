@@ -11,24 +11,19 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.cards import Card, Preprocess
+from finetune_mile.checkpoints.cards import Card
+from finetune_mile.core.problems import Failed
+from finetune_mile.core.types import Batch, Pool, Preprocess
 from finetune_mile.images.bad_images import BadImages
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.order import Mixture, Order, micro_batches
-from finetune_mile.images.pipeline import (
-    Augmentation,
-    Batch,
-    Views,
-    batches,
-    default_workers,
-    normalise,
-)
+from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers, normalise
 from finetune_mile.images.pools import Pools, balanced_weights
 from finetune_mile.images.subsets import Indices
 from finetune_mile.learning.auto import Verdict
 from finetune_mile.learning.gate import Gate
 from finetune_mile.learning.loop import Loop
-from finetune_mile.learning.phases import Phase, Pool
+from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.roles import Roles
 from finetune_mile.learning.stores import LabelStore
 from finetune_mile.measures.evaluation import predict
@@ -36,7 +31,6 @@ from finetune_mile.measures.generations import pick_probe
 from finetune_mile.measures.learned import LossAlarm, lower_rates
 from finetune_mile.measures.scoring import measure
 from finetune_mile.plan import labelled_per_batch
-from finetune_mile.problems import Failed
 from finetune_mile.recipe import Recipe
 
 PROBE_IMAGES = 1000

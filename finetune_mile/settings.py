@@ -13,13 +13,13 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from finetune_mile.checkpoints.families import family_of
+from finetune_mile.core.places import shipped
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.yaml_text import TooMuch, compose, construct
 from finetune_mile.images.sources import imagenet_folder
 from finetune_mile.layers import Merged, find_recipe, flat, layers_of, put, put_together, read_yaml
-from finetune_mile.places import shipped
-from finetune_mile.problems import Problem
 from finetune_mile.recipe import LABELS_ALONE, VARIANTS, Recipe
 from finetune_mile.runlog import read_info, recipe_hash
-from finetune_mile.yaml_text import TooMuch, compose, construct
 
 Model = TypeVar("Model", bound=BaseModel)
 __all__ = [

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import LoadReport
+from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.display import Display, closing_table
 from finetune_mile.images.bad_images import say_skipped
 from finetune_mile.labelling import pool_labeller
@@ -24,7 +25,7 @@ from finetune_mile.outcome import open_on_main, warn_of_spread, weight_spread, w
 from finetune_mile.pages.model_card import model_card
 from finetune_mile.pages.report import gallery_images, write_report
 from finetune_mile.plan import Plan, labels_once_per_cycle
-from finetune_mile.runlog import RunFolder, whole_file, write_json
+from finetune_mile.runlog import RunFolder
 from finetune_mile.session import Session
 from finetune_mile.settings import to_yaml
 from finetune_mile.watch import Signals, Watch, recorded

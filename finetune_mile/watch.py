@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from finetune_mile.core.problems import Failed, Problem
 from finetune_mile.display import Display
 from finetune_mile.learning.auto import Verdict
 from finetune_mile.learning.loop import StepRecord
@@ -22,7 +23,6 @@ from finetune_mile.learning.phases import Auto, Given, Phase
 from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
 from finetune_mile.measures.learned import RATES, LossAlarm
 from finetune_mile.plan import Plan
-from finetune_mile.problems import Failed, Problem
 from finetune_mile.runlog import RunFolder, alone
 
 SHORT_IMITATION = 50  # steps; with `rho: auto`, shorter ones lost accuracy

@@ -76,7 +76,7 @@ def test_f5_a_hostile_card_is_one_sentence(recipes):
     (recipes / "x.yaml").write_text(LAUGHS)
     code = "from pathlib import Path; from finetune_mile.checkpoints.cards import read_card; read_card(Path('x.yaml'))"
     done = limited_code(code, cwd=recipes)
-    assert "finetune_mile.problems.Problem: card x.yaml is not valid: it holds more than 100,000 values" in done.stderr
+    assert "problems.Problem: card x.yaml is not valid: it holds more than 100,000 values" in done.stderr
 
 
 @pytest.mark.parametrize(

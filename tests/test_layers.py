@@ -4,8 +4,8 @@ import pytest
 import yaml
 from shortcuts import ROOT
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.layers import nearest
-from finetune_mile.problems import Problem
 from finetune_mile.settings import check, read_yaml, to_yaml
 
 DEMO = ROOT / "recipes/demo.yaml"

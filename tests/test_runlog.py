@@ -11,7 +11,8 @@ import torch
 from shortcuts import ROOT, SHORT_MILE
 
 from finetune_mile import runlog
-from finetune_mile.problems import Problem
+from finetune_mile.core import files
+from finetune_mile.core.problems import Problem
 from finetune_mile.run import main
 from finetune_mile.runlog import RunFolder, alone
 
@@ -20,7 +21,7 @@ FACTS = ("card", "versions", "world_size", "began", "device", "recipe_sha256")
 
 
 def test_a_run_folder_has_one_writer_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(runlog, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.0)
     folder = RunFolder.create(tmp_path / "run", "a: 1", overwrite=False)
     folder.update(status="running")
     with alone(folder.path):

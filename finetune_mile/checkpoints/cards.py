@@ -11,26 +11,12 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from finetune_mile.places import shipped
-from finetune_mile.problems import Problem
-from finetune_mile.yaml_text import load_file
+from finetune_mile.core.places import shipped
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Preprocess
+from finetune_mile.core.yaml_text import load_file
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-class Preprocess(BaseModel):
-    """What the network wants to see: RGB in [0, 1], cropped, resized, normalised."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
-    size: int = Field(default=224, gt=0, description="side of the square the network sees")
-    crop: float = Field(default=0.875, gt=0, le=1, description="central share of the short side")
-    interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
-    antialias: bool = Field(default=True, description="TensorFlow's resize does without")
 
 
 def _https(url: str) -> str:

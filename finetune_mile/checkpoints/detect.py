@@ -17,8 +17,8 @@ from finetune_mile.checkpoints.adapters.adapter import (
     leaves,
 )
 from finetune_mile.checkpoints.adapters.vocabularies import VOCABULARIES
+from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import DEPTHS, MINI, Arch, name_arch
-from finetune_mile.problems import Problem
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.marks import Marks

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from finetune_mile.checkpoints.adapters.adapter import unwrapped
 from finetune_mile.checkpoints.adapters.own import HEADER
-from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.core.files import whole_file
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.heads import split_timm
 from finetune_mile.networks.resnets import ResNet
-from finetune_mile.problems import Problem
-from finetune_mile.runlog import whole_file
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _NEEDED = ("arch", "padding", "num_classes", *Preprocess.model_fields)

@@ -8,7 +8,7 @@ from pathlib import Path
 from finetune_mile.checkpoints.cards import find_card, split_init
 from finetune_mile.checkpoints.readers.contents import Refused
 from finetune_mile.checkpoints.readers.wire import message, raw, table, whole
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 _LARGEST_INDEX = 16 * 2**20
 _STEM = b"base_model/conv2d/kernel"

@@ -17,8 +17,8 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from finetune_mile.checkpoints.cards import LOOPBACK, Card, RemoteFile
-from finetune_mile.places import cache, shipped
-from finetune_mile.problems import Problem
+from finetune_mile.core.places import cache, shipped
+from finetune_mile.core.problems import Problem
 
 _CHUNK = 1 << 20
 _TRIES = 2  # in a row without a single new byte, for each mirror

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from finetune_mile.checkpoints.adapters import few
 from finetune_mile.checkpoints.pages import MappedPages
+from finetune_mile.core.problems import Problem
 from finetune_mile.networks.heads import build, get_head
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
-from finetune_mile.problems import Problem
 
 _UNSEEN = re.compile(r"-nopool|-norelu|:heads=\d+")  # parts of a network's name that no tensor shows
 COUNTER = "num_batches_tracked"

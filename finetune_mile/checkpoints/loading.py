@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from finetune_mile.checkpoints.adapters import Adapted, adapt
 from finetune_mile.checkpoints.adapters.own import config_of
-from finetune_mile.checkpoints.cards import SCRATCH, Card, Preprocess, check_init, split_init
+from finetune_mile.checkpoints.cards import SCRATCH, Card, check_init, split_init
 from finetune_mile.checkpoints.detect import (
     BEHIND_PREFIX,
     Found,
@@ -33,9 +33,10 @@ from finetune_mile.checkpoints.locating import Located, locate
 from finetune_mile.checkpoints.marks import Marks, read_marks
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.heads import HeadBias, HeadWeight, build, new_head
 from finetune_mile.networks.resnets import Padding, parse_arch
-from finetune_mile.problems import Problem
 
 Activation = Literal["softmax", "sigmoid"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune_mile.checkpoints.cards import Card, find_card, list_cards, split_init
 from finetune_mile.checkpoints.fetching import fetch
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.safetensors", "checkpoint.ckpt")
 

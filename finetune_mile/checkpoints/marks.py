@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from finetune_mile.checkpoints.adapters import solo
+from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import Stem
-from finetune_mile.problems import Problem
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.adapters import Adapted

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from finetune_mile.checkpoints.loading import load_network, open_trunk
 from finetune_mile.checkpoints.preprocessing import Preprocessor
 from finetune_mile.checkpoints.teachers import open_with_head
-from finetune_mile.files import LARGEST_IMAGE, read_regular
+from finetune_mile.core.files import LARGEST_IMAGE, read_regular
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.decoding import BadImage, decode
-from finetune_mile.problems import Problem
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.cards import Card, Preprocess
+from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.loading import Activation, LoadReport, keep_own_head, open_trunk
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.heads import get_head
-from finetune_mile.problems import Problem
 
 
 class Renormalised(nn.Module):

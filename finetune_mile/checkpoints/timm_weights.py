@@ -11,10 +11,11 @@ from torch import nn
 
 from finetune_mile.checkpoints.adapters import Adapted
 from finetune_mile.checkpoints.adapters.adapter import Adapter, state_dict_of
-from finetune_mile.checkpoints.cards import Card, Preprocess
+from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.detect import Found
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.heads import build, split_timm
-from finetune_mile.problems import Problem
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.readers import Contents

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.names import Names
 from finetune_mile.images.reading import Bytes, Decoded, Picked
 from finetune_mile.images.subsets import Indices, stratified
-from finetune_mile.problems import Problem
 
 VAL_SHARE = 0.2
 MOST_CLASSES = 10**6  # class numbers are below this: each is an output of the network

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from finetune_mile.files import open_regular
-from finetune_mile.problems import Problem
-from finetune_mile.runlog import whole_file
+from finetune_mile.core.files import open_regular, whole_file
+from finetune_mile.core.problems import Problem
 
 SHARE, AT_LEAST = 0.001, 10  # more than this share of a split's images, and more than this many, is an error
 HEADER = ("split", "id", "reason")

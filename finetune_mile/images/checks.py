@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 
 def check_truth(spec: str) -> None:

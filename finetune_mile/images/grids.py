@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.imageset import ImageSet
 from finetune_mile.images.randomness import uniforms
 from finetune_mile.images.sources.options import read_options
-from finetune_mile.problems import Problem
 
 CENTRE = 0.6
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,26 +18,18 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader, Dataset
 
-from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Batch, Preprocess
 from finetune_mile.images.decoding import BadImage
 from finetune_mile.images.imageset import ImageSet
 from finetune_mile.images.order import Key
 from finetune_mile.images.randomness import uniforms
 from finetune_mile.images.subsets import Indices
-from finetune_mile.problems import Problem
 
 CROP_TRIES = 10
 DRAWS = 4 * CROP_TRIES + 1  # the last one is for the flip
 STAND_INS = 100  # bad images in a row that end a run
 NOTHING = -1  # in `bad`: no image was found to stand in
-
-
-class Batch(NamedTuple):
-    """Images as they come out of a loader."""
-
-    images: Tensor  # (B, 3, H, W) uint8
-    labels: Tensor  # (B,) or (B, C), the given labels
-    samples: Tensor  # (B,) which ones of the image set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Pool
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.splits import Chosen, choose
 from finetune_mile.images.subsets import Indices, fingerprint, stratified
-from finetune_mile.learning.phases import Pool
-from finetune_mile.problems import Problem
 
 LEAST_CALIBRATION, MOST_CALIBRATION = 500, 0.2  # images, unless that is more than this share of them
 CALIBRATION_SEED = 7919

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from finetune_mile.files import LARGEST_IMAGE, open_regular, read_regular, size_in_words
+from finetune_mile.core.files import LARGEST_IMAGE, open_regular, read_regular, size_in_words
 from finetune_mile.images.decoding import BadImage, decode
 
 Indices = npt.NDArray[np.int64]

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from finetune_mile.core.places import cache
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.names import Names
-from finetune_mile.places import cache
-from finetune_mile.problems import Problem
 
 ENDINGS = (".jpg", ".jpeg", ".jpe", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 UNREAD = (".heic", ".heif", ".avif", ".jxl", ".dng", ".nef", ".cr2", ".cr3", ".arw", ".orf", ".rw2", ".raf", ".pef")

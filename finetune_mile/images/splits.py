@@ -21,12 +21,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.fetching import fetch
-from finetune_mile.files import open_regular, size_in_words
+from finetune_mile.core.files import open_regular, size_in_words
+from finetune_mile.core.places import cache, shipped
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.yaml_text import load_file
 from finetune_mile.images.names import locate
 from finetune_mile.images.subsets import Indices
-from finetune_mile.places import cache, shipped
-from finetune_mile.problems import Problem
-from finetune_mile.yaml_text import load_file
 
 IMAGENET_CLASSES = 1000
 LARGEST_LIST = 2**28  # bytes, unpacked; the names of all of ImageNet take about 40 MB

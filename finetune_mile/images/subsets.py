@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.randomness import hashes
-from finetune_mile.problems import Problem
 
 Indices = npt.NDArray[np.int64]
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from finetune_mile.files import open_regular
+from finetune_mile.core.files import open_regular
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.names import Names
 from finetune_mile.images.scans import Scan, scan_file
-from finetune_mile.problems import Problem
 
 _BLOCK = 512
 

@@ -11,16 +11,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from finetune_mile.images.pipeline import Batch
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Batch, Pool
 from finetune_mile.learning.environments import environment_sums, over_processes, penalised
 from finetune_mile.learning.gate import Gate, as_played
 from finetune_mile.learning.losses import phase_loss
 from finetune_mile.learning.optim import set_rate
-from finetune_mile.learning.phases import Given, Penalty, Phase, Pool, after, drawn
+from finetune_mile.learning.phases import Given, Penalty, Phase, after, drawn
 from finetune_mile.learning.roles import Roles, State, copy_into, snapshot
 from finetune_mile.learning.stores import LabelStore
 from finetune_mile.learning.targets import given_matrix, make_targets, rank_targets
-from finetune_mile.problems import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Pool
 
 Role = Literal["init", "teacher", "student"]
-Pool = Literal["labelled", "unlabelled", "all"]
 Loss = Literal["bce", "cross_entropy"]
 MOST_GENERATIONS = 100_000  # every phase is an object in a list
 

@@ -15,10 +15,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from finetune_mile.core.files import whole_file
+from finetune_mile.core.problems import Problem
 from finetune_mile.learning.loop import Average
 from finetune_mile.learning.roles import Roles
-from finetune_mile.problems import Problem
-from finetune_mile.runlog import RunFolder, whole_file
+from finetune_mile.runlog import RunFolder
 
 
 def random_states(accelerator: Accelerator) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.measures.scoring import Activation
-from finetune_mile.problems import Problem
 
 FORMAT = b"finetune_mile.logits"
 ROWS = 4096  # in a row group

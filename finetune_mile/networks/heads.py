@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import nn
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.networks.mlp import Mlp
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
 from finetune_mile.networks.small import SMALL, GridCell, GridCNN
-from finetune_mile.problems import Problem
 
 OURS = (ResNet, GridCNN, GridCell)
 _TIMM_EXAMPLE = "timm:vit_small_patch16_224:heads=12"

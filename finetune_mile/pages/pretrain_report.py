@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
+from finetune_mile.core.files import whole_file
 from finetune_mile.pages.report import INK, embed, plot_figure
-from finetune_mile.runlog import RunFolder, whole_file
+from finetune_mile.runlog import RunFolder
 from finetune_mile.settings import to_yaml
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
+from finetune_mile.core.files import whole_file
 from finetune_mile.display import CLOSING
-from finetune_mile.runlog import RunFolder, whole_file
+from finetune_mile.runlog import RunFolder
 from finetune_mile.settings import to_yaml
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from finetune_mile.core.problems import Failed
 from finetune_mile.display import Display
 from finetune_mile.learning import saving
 from finetune_mile.learning.optim import set_rate
 from finetune_mile.learning.roles import copy_into
 from finetune_mile.pretraining.methods import Learner, everything
-from finetune_mile.problems import Failed
 from finetune_mile.runlog import RunFolder
 from finetune_mile.watch import Signals, Stopped, stop_together
 

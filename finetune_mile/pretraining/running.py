@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.display import Display
 from finetune_mile.images.bad_images import say_skipped
 from finetune_mile.learning import saving
@@ -18,7 +19,7 @@ from finetune_mile.pages.pretrain_report import write_report
 from finetune_mile.pretraining.looping import Recorder, restore, save, train
 from finetune_mile.pretraining.methods import METHODS
 from finetune_mile.pretraining.session import Session
-from finetune_mile.runlog import RunFolder, whole_file, write_json
+from finetune_mile.runlog import RunFolder
 from finetune_mile.settings import to_yaml
 from finetune_mile.watch import Signals, recorded
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.checkpoints.cards import SCRATCH, Card, check_init, find_card, list_cards, split_init
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Pool
 from finetune_mile.images.sources import load_data
-from finetune_mile.learning.phases import Pool
-from finetune_mile.problems import Problem
 from finetune_mile.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.pricing.making import Offer, make_offer
 from finetune_mile.pricing.scene import NetworkFacts, look_at_network
-from finetune_mile.problems import Problem
 from finetune_mile.tables.cells import Key
 from finetune_mile.tables.states import State
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.core.types import Preprocess
 from finetune_mile.learning.losses import bce
 from finetune_mile.learning.optim import make_optimizer, parameter_groups
 from finetune_mile.networks.heads import build, new_head

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.flags import SETTINGS
-from finetune_mile.problems import Problem
 from finetune_mile.settings import FLAG_PATHS
 from finetune_mile.tables.description import Block, Settings, Table
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from finetune_mile.places import shipped
-from finetune_mile.problems import Problem
+from finetune_mile.core.places import shipped
+from finetune_mile.core.problems import Problem
 from finetune_mile.settings import read_yaml
 
 Settings = dict[str, Any]  # recipe keys, dotted or nested; also `recipe`

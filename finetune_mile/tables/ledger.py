@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 from finetune_mile.tables.description import Bar, Block, Table
 from finetune_mile.tables.records import Record
 

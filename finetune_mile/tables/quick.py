@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 from finetune_mile.tables.description import Block, QuickBlock, Seeds, Table
 
 

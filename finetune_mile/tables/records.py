@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune_mile.problems import Problem
-from finetune_mile.runlog import whole_file
+from finetune_mile.core.files import whole_file
+from finetune_mile.core.problems import Problem
 from finetune_mile.tables.cells import Key
 from finetune_mile.tables.states import State
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.flags import given_settings, parse
 from finetune_mile.layers import flat
-from finetune_mile.problems import Problem
 from finetune_mile.recipe import Method
 from finetune_mile.settings import Resolved, resolve
 from finetune_mile.tables.cells import Job, yaml_value

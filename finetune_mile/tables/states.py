@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.layers import flat
-from finetune_mile.problems import Problem
 from finetune_mile.settings import read_yaml
 from finetune_mile.tables.cells import Job, Key
 from finetune_mile.tables.resolving import ASIDE, NO_IMAGENET, Meaning

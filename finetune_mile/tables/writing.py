@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.display import wide_console
-from finetune_mile.runlog import whole_file, write_json
 from finetune_mile.tables import formats
 from finetune_mile.tables.description import Table, find_table, read_table
 from finetune_mile.tables.ledger import Ledger, make_ledger

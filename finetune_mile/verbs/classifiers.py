@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Preprocess
 from finetune_mile.images.imageset import ImageSet
-from finetune_mile.problems import Problem
 
 if TYPE_CHECKING:  # names are checked before torch is needed
     from torch import Tensor, nn

@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.display import CLOSING
 from finetune_mile.images.bad_images import write_list
 from finetune_mile.measures.intervals import Difference, intervals
 from finetune_mile.measures.predictions import Predictions, write_predictions
 from finetune_mile.measures.scoring import Measured
-from finetune_mile.runlog import environment, whole_file, write_json
+from finetune_mile.runlog import environment
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune_mile.core.files import locked, write_json
+from finetune_mile.core.problems import Problem
 from finetune_mile.flags import Parser
 from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.images.sources.wds_state import STATE, read_state
-from finetune_mile.problems import Problem
-from finetune_mile.runlog import write_json
 
 if TYPE_CHECKING:
     from finetune_mile.images.imageset import Data, ImageSet
@@ -109,24 +109,13 @@ def _check_ours(out: Path) -> None:
         raise Problem(f"{out}: is not empty and holds no shards of ours; choose another directory")
 
 
-@contextlib.contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Hold the directory: two packs would write the same files. A process that died holds nothing."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(out / LOCK)
+def alone(out: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold the directory: two packs would write the same files."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(NotImplementedError):  # a file system without locks
-            lock.acquire(timeout=0)
-    except Timeout as error:
-        raise Problem(f"{out}: another finetune-mile pack is writing there; wait for it") from error
     except OSError as error:
         raise Problem(f"{out}: cannot be written ({error.strerror}); choose another directory") from error
-    try:
-        yield
-    finally:
-        lock.release()
+    return locked(out / LOCK, f"{out}: another finetune-mile pack is writing there; wait for it", seconds=0)
 
 
 def _clean(out: Path) -> None:

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.flags import Parser, given_settings, parse
-from finetune_mile.problems import Problem
 from finetune_mile.settings import Resolved
 from finetune_mile.tables.resolving import resolve_anywhere
 

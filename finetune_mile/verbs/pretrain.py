@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.flags import Parser, given_settings, read_flags
 from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.pretraining.recipe import Method
 from finetune_mile.pretraining.settings import Resolved, check, resolve
-from finetune_mile.problems import Problem
 from finetune_mile.runlog import check_free, next_folder
 from finetune_mile.settings import resumed_recipe
 

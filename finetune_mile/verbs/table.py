@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune_mile.core.files import locked
+from finetune_mile.core.problems import Problem
 from finetune_mile.flags import Parser
-from finetune_mile.problems import Problem
 from finetune_mile.settings import set_value
 from finetune_mile.tables.cells import LAUNCH, Job, make_jobs, pick
 from finetune_mile.tables.description import find_table, read_table
@@ -132,8 +133,6 @@ def report_stale(states: Sequence[State], again: bool) -> None:
 
 def run(jobs: Sequence[Job], orders: Sequence[Order], runs: Path, parallel: int | None) -> int:
     """Run what is missing; the exit code."""
-    from filelock import FileLock, Timeout
-
     from finetune_mile.tables.progress import run_with_progress
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -145,11 +144,8 @@ def run(jobs: Sequence[Job], orders: Sequence[Order], runs: Path, parallel: int 
     workers = parallel or (1 if _one_at_a_time(orders) else max(cores // int(own or 1), 1))
     threads = int(own) if own else max(cores // workers, 1)
     runs.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(runs / ".table.lock", timeout=0):
-            return run_with_progress(jobs, orders, workers=workers, threads=threads)
-    except Timeout as error:
-        raise Problem(f"--runs {runs}: another finetune-mile table is at work there") from error
+    with locked(runs / ".table.lock", f"--runs {runs}: another finetune-mile table is at work there", seconds=0):
+        return run_with_progress(jobs, orders, workers=workers, threads=threads)
 
 
 def _one_at_a_time(orders: Sequence[Order]) -> bool:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from finetune_mile.checkpoints.cards import check_init, find_card, list_cards, read_card
 from finetune_mile.checkpoints.fetching import folder_of, is_cached
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 if TYPE_CHECKING:
     from torch import nn

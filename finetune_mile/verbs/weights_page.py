@@ -10,7 +10,7 @@ from pathlib import Path
 from finetune_mile.checkpoints.adapters import ADAPTERS
 from finetune_mile.checkpoints.cards import Card, list_cards, read_card
 from finetune_mile.checkpoints.loading import open_trunk
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 from finetune_mile.verbs.weights import TOLERANCE, compare
 
 _HEAD = """\

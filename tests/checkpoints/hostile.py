@@ -214,7 +214,7 @@ def write_corpus(folder: Path, canary: Path) -> dict[Path, str]:
 def main(folder: Path) -> None:
     """Read every path of `paths.json` under limits; print outcome, seconds and peak as JSON."""
     from finetune_mile.checkpoints.readers import read
-    from finetune_mile.problems import Problem
+    from finetune_mile.core.problems import Problem
 
     torch.zeros(1)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -22,7 +22,7 @@ from finetune_mile.checkpoints.loading import open_contents
 from finetune_mile.checkpoints.locating import Located
 from finetune_mile.checkpoints.marks import Marks
 from finetune_mile.checkpoints.readers import Contents
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 FORMATS = sorted(ADAPTERS)
 HERE = Located(path=Path("sample.pth"), name="sample")

@@ -18,9 +18,9 @@ from finetune_mile.checkpoints.cards import (
     read_card,
     split_init,
 )
+from finetune_mile.core.places import shipped
+from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import parse_arch
-from finetune_mile.places import shipped
-from finetune_mile.problems import Problem
 
 PUBLISHED = 52  # the demo's own card comes on top
 SHORT = ("simclrv2-sk0", "simclrv2-sk1", "mocov2", "byol", "swav", "simclr")

@@ -19,9 +19,9 @@ import finetune_mile
 from finetune_mile import cli
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import load_network
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import load_data
 from finetune_mile.measures.predictions import read_predictions
-from finetune_mile.problems import Problem
 from finetune_mile.run import main
 
 TRAINED = ["--data", "demo:400", "--method", "softmax", "--steps", "40", "--batch-size", "32", "--set",

@@ -29,9 +29,9 @@ from finetune_mile.checkpoints.loading import Opened, open_contents
 from finetune_mile.checkpoints.locating import Located
 from finetune_mile.checkpoints.marks import Marks
 from finetune_mile.checkpoints.readers import Contents
+from finetune_mile.core.problems import Problem
 from finetune_mile.networks.heads import build
 from finetune_mile.networks.resnets import DEPTHS, name_arch, parse_arch
-from finetune_mile.problems import Problem
 
 HERE = Located(path=Path("mine.pth"), name="mine")
 WORDS = re.compile(r"conv\d|bn\d|layer\d+|blocks|fc|net|\d+|downsample|norm|shortcut")

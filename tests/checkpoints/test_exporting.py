@@ -16,8 +16,8 @@ from torch import nn
 from finetune_mile.checkpoints.exporting import write_export, write_timm
 from finetune_mile.checkpoints.loading import load_network, open_contents
 from finetune_mile.checkpoints.locating import Located
+from finetune_mile.core.problems import Problem
 from finetune_mile.networks.heads import get_head
-from finetune_mile.problems import Problem
 
 
 def load(init: Path | str, **options: object) -> tuple[nn.Module, object, object]:

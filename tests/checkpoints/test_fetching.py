@@ -17,7 +17,7 @@ import pytest
 from finetune_mile.checkpoints import fetching
 from finetune_mile.checkpoints.cards import Card, RemoteFile
 from finetune_mile.checkpoints.fetching import fetch, folder_of, is_cached
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 DATA = bytes(range(256)) * 2000  # half a megabyte
 SHA256 = hashlib.sha256(DATA).hexdigest()

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from finetune_mile.checkpoints.readers import read, wire
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 

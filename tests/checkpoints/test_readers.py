@@ -16,7 +16,7 @@ from material import SHARED, assert_same, needs_shared, tensors, unpack
 from safetensors.torch import save_file
 
 from finetune_mile.checkpoints.readers import Contents, Stub, read
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 EDGE = SHARED / "edge_cases"
 

@@ -13,7 +13,7 @@ from material import SHARED, assert_same, needs_shared, unpack
 
 from finetune_mile.checkpoints.readers import read
 from finetune_mile.checkpoints.readers.wire import masked_crc
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from finetune_mile.checkpoints.loading import open_contents
 from finetune_mile.checkpoints.locating import Located
 from finetune_mile.checkpoints.readers import read
 from finetune_mile.checkpoints.teachers import load_with_head
+from finetune_mile.core.problems import Problem
 from finetune_mile.networks.heads import get_head
-from finetune_mile.problems import Problem
 from finetune_mile.verbs.weights import main as weights
 
 TOLERANCE = 1e-4  # of the largest feature

@@ -11,8 +11,8 @@ from PIL import Image
 from shortcuts import ROOT
 
 from finetune_mile.cli import main
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import load_data
-from finetune_mile.problems import Problem
 
 
 @pytest.fixture

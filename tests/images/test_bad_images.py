@@ -9,12 +9,12 @@ from photos import photo
 from safetensors.torch import load_file
 
 from finetune_mile import cli
-from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Preprocess
 from finetune_mile.images import scans
 from finetune_mile.images.bad_images import BadImages, allowed
 from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources import load_data
-from finetune_mile.problems import Problem
 from finetune_mile.run import main
 
 CLASSES = ("a", "b", "c")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from idx_files import write_mnist
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import load_data, split_name
-from finetune_mile.problems import Problem
 
 GREEN, RED = 1, 0  # channels
 

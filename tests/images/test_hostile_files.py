@@ -15,11 +15,11 @@ from photos import make_photos, photo, tar_of, write_folder, write_shards
 from PIL import Image
 
 from finetune_mile.cli import main
+from finetune_mile.core.problems import Problem
 from finetune_mile.images import decoding, splits
 from finetune_mile.images.decoding import BadImage, decode
 from finetune_mile.images.reading import Files, TarFiles
 from finetune_mile.images.sources import load_data
-from finetune_mile.problems import Problem
 
 pytestmark = pytest.mark.usefixtures("bounded")
 

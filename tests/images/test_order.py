@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.core.types import Preprocess
 from finetune_mile.images.order import Mixture, Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches, crop_box
 from finetune_mile.images.randomness import permutation, uniforms

@@ -5,7 +5,7 @@ import torch
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
-from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.core.types import Preprocess
 from finetune_mile.images.pipeline import normalise, resized
 
 

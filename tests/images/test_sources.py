@@ -23,7 +23,8 @@ from photos import (
     write_tars,
 )
 
-from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Preprocess
 from finetune_mile.images import scans
 from finetune_mile.images.names import Names
 from finetune_mile.images.order import Order, micro_batches
@@ -31,7 +32,6 @@ from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.pools import make_pools
 from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.images.subsets import fingerprint
-from finetune_mile.problems import Problem
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.images import splits
 from finetune_mile.images.imageset import ImageSet
 from finetune_mile.images.names import Names, locate
 from finetune_mile.images.pools import make_pools
 from finetune_mile.images.sources.imagenet_labels import synsets
-from finetune_mile.problems import Problem
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.imageset import ImageSet
 from finetune_mile.images.pools import balanced_weights, make_pools
 from finetune_mile.images.subsets import fingerprint, stratified
-from finetune_mile.problems import Problem
 
 
 @given(st.lists(st.integers(0, 4), min_size=5, max_size=200), st.integers(0, 9), st.data())

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.checks import check_split, check_truth
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.names import Names
 from finetune_mile.images.sources.imagenet_labels import synsets
 from finetune_mile.images.truth import with_real, with_truth
-from finetune_mile.problems import Problem
 
 
 def data_of(val, labels, classes, train=("a/x.jpg",)):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from shortcuts import SHORT, losses
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.pools import hold_out, make_pools
 from finetune_mile.images.sources.demo import load
 from finetune_mile.learning.auto import Verdict, clear_misses, found_labels, judge, lee_liu
@@ -17,7 +18,6 @@ from finetune_mile.learning.gate import Gate
 from finetune_mile.learning.losses import bce, phase_loss
 from finetune_mile.learning.phases import Auto, Given, Phase, Threshold, mile
 from finetune_mile.learning.targets import make_targets, rank_targets
-from finetune_mile.problems import Problem
 from finetune_mile.run import main
 
 RULE = Auto(beta=0.9, ce=3.0, teacher=0.5, gate="auto", v_min=1.0, g_min=0.5)

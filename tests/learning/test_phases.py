@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.learning.phases import (
     SCHEDULES,
     Given,
@@ -16,7 +17,6 @@ from finetune_mile.learning.phases import (
     mile,
     trace,
 )
-from finetune_mile.problems import Problem
 
 RULE = Threshold(rho=0.25)
 MILE = {"warmup": 0, "minus_one": False, "imitate_from": "student", "targets": RULE, "pool": "labelled"}

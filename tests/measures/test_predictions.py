@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.measures.predictions import Predictions, read_predictions, write_predictions
-from finetune_mile.problems import Problem
 
 ONE = torch.tensor([0, -1, 2, 0])
 SEVERAL = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 0, 1], [1, 1, 1]])

@@ -3,7 +3,7 @@
 import pytest
 from tiny import TINY, write_tiny
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 from finetune_mile.tables.cells import Key, folder_of, layered, make_jobs, pick, slug
 from finetune_mile.tables.description import Table, find_table, read_table
 from finetune_mile.tables.quick import quick_table

@@ -7,7 +7,7 @@ import matplotlib.image
 import pytest
 import yaml
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 from finetune_mile.tables.description import find_table, read_table
 from finetune_mile.tables.ledger import make_ledger
 from finetune_mile.tables.plot import draw

@@ -7,7 +7,7 @@ import math
 import pytest
 from tiny import TINY
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 from finetune_mile.tables import formats
 from finetune_mile.tables.description import Table
 from finetune_mile.tables.ledger import Number, Spread, make_ledger, noise

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 from finetune_mile.tables.cells import make_jobs
 from finetune_mile.tables.description import find_table, read_table
 from finetune_mile.tables.ledger import make_ledger

@@ -6,9 +6,9 @@ import pytest
 from tiny import write_tiny
 
 from finetune_mile.cli import main
+from finetune_mile.core.problems import Problem
 from finetune_mile.pricing.estimate import count, warnings
 from finetune_mile.pricing.scene import Scene, look_at_data, look_at_network
-from finetune_mile.problems import Problem
 from finetune_mile.settings import resolve
 
 IMAGENET = Scene(

@@ -27,7 +27,7 @@ from finetune_mile.checkpoints.adapters.simclr_tf import SIMCLR_TF
 from finetune_mile.checkpoints.adapters.solo import SOLO
 from finetune_mile.checkpoints.adapters.swav import SWAV
 from finetune_mile.checkpoints.adapters.vissl import VISSL, VISSL_SIMCLRV2, VISSL_SK
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.readers import Contents

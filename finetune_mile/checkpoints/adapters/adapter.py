@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.resnets import Padding, Stem
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from finetune_mile.checkpoints.adapters.adapter import (
     unwrapped,
 )
 from finetune_mile.checkpoints.adapters.vocabularies import torchvision
-from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.core.types import Preprocess
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.readers import Contents

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.checkpoints.adapters.adapter import Adapter, Tensors, tensors_of
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.readers import Contents

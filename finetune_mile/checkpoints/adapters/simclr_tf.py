@@ -21,8 +21,8 @@ from finetune_mile.checkpoints.adapters.adapter import (
     UnknownKey,
     tensors_of,
 )
+from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import Arch, parse_arch
-from finetune_mile.problems import Problem
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.readers import Contents

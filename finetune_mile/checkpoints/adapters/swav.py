@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, state_dict_of, tops
 from finetune_mile.checkpoints.adapters.vocabularies import torchvision
-from finetune_mile.checkpoints.cards import IMAGENET_MEAN, Preprocess
+from finetune_mile.core.types import IMAGENET_MEAN, Preprocess
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.readers import Contents

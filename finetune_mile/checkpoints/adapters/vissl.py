@@ -19,7 +19,7 @@ from finetune_mile.checkpoints.adapters.vocabularies import (
     separius_sk,
     torchvision_or_vit,
 )
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.readers import Contents

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from finetune_mile.checkpoints.readers.contents import Container, Contents, Refused, Stub
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 __all__ = ["Container", "Contents", "Stub", "read"]
 

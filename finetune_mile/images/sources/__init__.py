@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.idx import find_mnist
 from finetune_mile.images.imageset import Data
-from finetune_mile.problems import Problem
 
 # Scheme of --data: the module whose load(where) reads it.
 SOURCES: dict[str, str] = {

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from finetune_mile.files import open_text
+from finetune_mile.core.files import open_text
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.assembly import Listing, check_classes, make_data, multi_hot, number, to_set, unique_ids
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.reading import Files
 from finetune_mile.images.sources.options import read_options
-from finetune_mile.problems import Problem
 
 TRAIN, VAL = ("train", "training"), ("val", "valid", "validation", "test")
 Row = dict[str, str]

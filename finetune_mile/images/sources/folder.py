@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.assembly import Listing, check_classes, make_data, number, to_set
 from finetune_mile.images.bad_images import count_endings, say_unreadable
 from finetune_mile.images.imageset import Data
 from finetune_mile.images.reading import Files
 from finetune_mile.images.scans import Scan, scan_tree
 from finetune_mile.images.sources.options import read_options
-from finetune_mile.problems import Problem
 
 VAL_NAMES = ("val", "validation", "valid", "test")
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from finetune_mile.files import LARGEST_IMAGE, read_regular
+from finetune_mile.core.files import LARGEST_IMAGE, read_regular
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.assembly import (
     MOST_CLASSES,
     Listing,
@@ -27,7 +28,6 @@ from finetune_mile.images.assembly import (
 from finetune_mile.images.decoding import BadImage
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.sources.options import read_options
-from finetune_mile.problems import Problem
 
 OPTIONS = ("image", "label", "train", "val", "config")
 LABELS = ("label", "labels", "cls", "fine_label", "class", "category")

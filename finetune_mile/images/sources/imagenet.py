@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.assembly import Listing, check_classes, make_data, number, to_set
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.reading import Bytes, Files, TarFiles
@@ -18,7 +19,6 @@ from finetune_mile.images.sources.imagenet_labels import synsets, val_labels
 from finetune_mile.images.sources.options import read_options
 from finetune_mile.images.tars import scan_tar
 from finetune_mile.images.truth import with_real
-from finetune_mile.problems import Problem
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 BELOW = ("", "ILSVRC/Data/CLS-LOC")  # the second is Kaggle's

@@ -10,10 +10,10 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from finetune_mile.files import open_text
+from finetune_mile.core.files import open_text
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.names import locate
 from finetune_mile.images.sources.csv_file import read_rows
-from finetune_mile.problems import Problem
 
 KAGGLE, TENSORFLOW = "LOC_val_solution.csv", "imagenet_2012_validation_synset_labels.txt"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"

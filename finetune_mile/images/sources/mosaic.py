@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune_mile.checkpoints.cards import Preprocess
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Preprocess
 from finetune_mile.images.decoding import BadImage
 from finetune_mile.images.grids import make_grids, read_wanted
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.pipeline import centre_view
 from finetune_mile.images.sources import folder
-from finetune_mile.problems import Problem
 
 
 @functools.lru_cache(maxsize=2)

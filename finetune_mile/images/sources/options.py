@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import unquote
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 
 def read_options(scheme: str, where: str, known: Sequence[str]) -> tuple[str, dict[str, str]]:

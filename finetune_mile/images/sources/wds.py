@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from finetune_mile.files import open_regular, size_in_words
+from finetune_mile.core.files import open_regular, size_in_words
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.assembly import MOST_CLASSES, Listing, check_classes, make_data, multi_hot, number, to_set
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.reading import TarFiles
 from finetune_mile.images.scans import ENDINGS
 from finetune_mile.images.sources.wds_state import STATE, read_state
 from finetune_mile.images.tars import scan_tar
-from finetune_mile.problems import Problem
 
 VAL_STARTS = ("val", "validation", "test")
 LARGEST_NOTE = 2**20  # bytes of one .cls or .json

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune_mile.problems import Problem
+from finetune_mile.core.problems import Problem
 
 STATE = "pack.json"
 

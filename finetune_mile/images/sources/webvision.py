@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from finetune_mile.files import open_text
+from finetune_mile.core.files import open_text
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.assembly import Listing, check_classes, make_data, to_set
 from finetune_mile.images.imageset import Data
 from finetune_mile.images.reading import Files
 from finetune_mile.images.sources.options import read_options
-from finetune_mile.problems import Problem
 
 PARTS = ("google", "flickr")
 

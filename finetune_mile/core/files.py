@@ -1,15 +1,21 @@
-"""Reading files that a user or a dataset names: regular files only, up to a given size. No torch here."""
+"""Files: only regular ones are read, ours are written in one step, and a lock keeps a second writer out."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from finetune_mile.core.problems import Problem
+
 # Bytes of one image file. The largest image that is decoded (decoding.MOST_PIXELS) takes as much without compression.
 LARGEST_IMAGE = 2**29
+LOCK_SECONDS = 10.0  # loader processes outlive a kill by some seconds
 
 
 def open_regular(path: str | Path) -> int:
@@ -60,3 +66,42 @@ def open_text(path: str | Path, encoding: str = "utf-8") -> TextIO:
 def size_in_words(size: int) -> str:
     """A size limit for messages, such as 512 MB."""
     return f"{size // 2**20} MB" if size >= 2**20 else f"{size:,} bytes"
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary path that becomes `path`, flushed to disk, if the block ends well."""
+    part = path.with_name(f".{path.name}.part")
+    yield part
+    with part.open("rb") as stream:
+        os.fsync(stream.fileno())
+    part.replace(path)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write JSON at once."""
+    with whole_file(path) as part:
+        part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def locked(path: Path, sentence: str, seconds: float | None = None) -> Iterator[None]:
+    """Hold a lock file while the block runs. A process that died holds nothing.
+
+    Args:
+        path: the lock file; it stays.
+        sentence: of the `Problem` if another process holds it.
+        seconds: to wait for it; None: LOCK_SECONDS.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    try:
+        with contextlib.suppress(NotImplementedError):  # a file system without locks
+            lock.acquire(timeout=LOCK_SECONDS if seconds is None else seconds)
+    except Timeout as error:
+        raise Problem(sentence) from error
+    try:
+        yield
+    finally:
+        lock.release()

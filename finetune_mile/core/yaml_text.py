@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from finetune_mile.files import read_regular
+from finetune_mile.core.files import read_regular
 
 MOST_BYTES = 2**20
 DEEPEST = 50  # values inside each other
