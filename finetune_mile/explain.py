@@ -102,7 +102,7 @@ def settings_json(resolved: Resolved) -> str:
 
 def _phases(phases: tuple[Phase, ...]) -> Table:
     table = Table(
-        "phase", "generation", "steps", "starts from", "becomes", "targets", "loss", "pool",
+        "phase", "generation", "steps", "starts from", "becomes", "labels", "loss", "pool", "method's own",
         title=f"phases ({len(phases)})", title_justify="left", box=None, pad_edge=False,
     )  # fmt: skip
     for p in phases[:SHOWN_PHASES]:
@@ -112,9 +112,10 @@ def _phases(phases: tuple[Phase, ...]) -> Table:
             p.steps,
             p.start,
             ", ".join(p.becomes),
-            p.targets,
-            p.loss if p.penalty is None else f"{p.loss} + {p.penalty.weight:g} {p.penalty.kind}",
+            "given" if p.given else "teacher" if not p.union else "teacher + given",
+            p.loss,
             p.pool,
+            "" if p.values is None else p.values,
         )
         table.add_row(*(str(c) for c in cells))
     if len(phases) > SHOWN_PHASES:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.recipe import Method, Variant
+from finetune_mile.methods import METHODS
+from finetune_mile.recipe import Variant
 
 SETTINGS = (
     "recipe", "init", "fraction", "split", "truth", "method", "variant", "data", "arch", "semi", "teacher",
@@ -68,7 +69,7 @@ def build_parser() -> Parser:
     what.add_argument("--fraction", help="share of the labels to use, such as 0.01")
     what.add_argument("--split", metavar="FILE", help="a list of the labelled images, or the split.json of a run")
     what.add_argument("--truth", help="true label sets for evaluation: real, csv:FILE, counts:FILE.npy,INDEX.csv,0.1")
-    what.add_argument("--method", help=" | ".join(get_args(Method)))
+    what.add_argument("--method", help=" | ".join(METHODS))
     what.add_argument("--variant", help=" | ".join(get_args(Variant)) + ": where paper and published code differ")
     what.add_argument("--arch", help="network, such as resnet50, resnet50-sk, timm:NAME")
     what.add_argument("--semi", help="none | all | unlabelled: images that imitation draws from")

@@ -17,10 +17,9 @@ from safetensors.torch import save_file
 
 from finetune_mile.core.files import whole_file
 from finetune_mile.images.subsets import Indices
-from finetune_mile.learning.phases import Phase, Soften
+from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.roles import Roles
 from finetune_mile.learning.stores import Block, LabelStore, encode
-from finetune_mile.learning.targets import make_targets
 from finetune_mile.runlog import remove_written
 from finetune_mile.session import Session
 
@@ -70,10 +69,9 @@ def _label_block(session: Session, roles: Roles, phase: Phase, part: Indices, ti
     assert roles.teacher is not None
     logits = session.logits(roles.teacher, session.pools.images, part, tick)
     for some in logits.split(ROWS):  # in place, for the memory
-        none = torch.full((len(some),), -1)  # the union with given labels is made per batch
         unread = some.isnan().all(1, keepdim=True)  # they have no labels, also where the rule would take the best one
-        some.copy_(make_targets(phase.targets, none, some, session.num_classes, phase.loss).masked_fill(unread, 0.0))
-    return encode(logits, soft=isinstance(phase.targets, Soften))
+        some.copy_(session.recipe.playing.targets(phase, some).masked_fill(unread, 0.0))
+    return encode(logits, soft=phase.soft)
 
 
 def _make_room(folder: Path) -> None:
@@ -89,7 +87,7 @@ def _make_room(folder: Path) -> None:
 def _mark(session: Session, roles: Roles, phase: Phase) -> str:
     """A hash of all that a label depends on, except for which images there are."""
     assert roles.teacher is not None
-    what = (phase.targets, phase.loss, session.num_classes, session.recipe.precision, session.how.model_dump_json())
+    what = (phase.values, phase.loss, session.num_classes, session.recipe.precision, session.how.model_dump_json())
     digest = hashlib.sha256(repr(what).encode())
     for name, tensor in roles.teacher.state_dict().items():
         digest.update(name.encode())

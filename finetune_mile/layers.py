@@ -19,7 +19,7 @@ import yaml
 from finetune_mile.core.places import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.yaml_text import TooMuch, compose, construct, read_text
-from finetune_mile.recipe import Recipe
+from finetune_mile.recipe import FullRecipe
 
 LONGEST_CHAIN = 4  # files, the first one included
 OWN_KEYS = ("base", "fractions", "sources")
@@ -257,7 +257,7 @@ def put(tree: dict[str, Any], dotted: str, value: Any) -> None:
 
 def file_schema() -> dict[str, Any]:
     """JSON schema of a recipe file: `Recipe`, where any value may come from another layer, and the three keys."""
-    schema: dict[str, Any] = _nothing_required(Recipe.model_json_schema())
+    schema: dict[str, Any] = _nothing_required(FullRecipe.model_json_schema())
     settings = dict(schema["properties"])
     words = {"type": "object", "additionalProperties": {"type": "string"}}
     sources = words | {"description": "setting or block (optimizer.lr): where its value is from"}

@@ -19,7 +19,6 @@ from finetune_mile.flags import given_settings, parse
 from finetune_mile.images.checks import check_split, check_truth
 from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.plan import make_plan
-from finetune_mile.recipe import OVER_ENVIRONMENTS
 from finetune_mile.runlog import check_free, next_folder
 from finetune_mile.settings import Resolved, check, resolve, resumed_recipe
 
@@ -94,7 +93,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     data = load_data(recipe.data)
     if recipe.truth is not None:
         data = with_truth(data, recipe.truth)
-    if recipe.method in OVER_ENVIRONMENTS and data.train.environment is None:
+    if "environments" in recipe.playing.needs and data.train.environment is None:
         raise Problem(f"--method {recipe.method} needs images from several environments, such as colored-mnist:DIR; "
                       f"--data {recipe.data} has none")  # fmt: skip
     pools = labelled_pools(

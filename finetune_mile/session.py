@@ -20,17 +20,16 @@ from finetune_mile.images.order import Mixture, Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers, normalise
 from finetune_mile.images.pools import Pools, balanced_weights
 from finetune_mile.images.subsets import Indices
-from finetune_mile.learning.auto import Verdict
-from finetune_mile.learning.gate import Gate
 from finetune_mile.learning.loop import Loop
 from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.roles import Roles
+from finetune_mile.learning.state import RunView, State
 from finetune_mile.learning.stores import LabelStore
 from finetune_mile.measures.evaluation import predict
 from finetune_mile.measures.generations import pick_probe
 from finetune_mile.measures.learned import LossAlarm, lower_rates
 from finetune_mile.measures.scoring import measure
-from finetune_mile.plan import labelled_per_batch
+from finetune_mile.plan import Plan, labelled_per_batch
 from finetune_mile.recipe import Recipe
 
 PROBE_IMAGES = 1000
@@ -158,31 +157,36 @@ class Session:
             counts = (given > 0).sum(1).double()
             labels = float(counts[given[:, 0] >= 0].mean())
         return LossAlarm(
-            num_classes=self.num_classes, given_labels=labels, head_bias=recipe.head_bias,
+            untrained_loss=recipe.playing.untrained_loss, num_classes=self.num_classes, given_labels=labels,
+            head_bias=recipe.head_bias,
             advice=lower_rates(recipe.optimizer.lr, recipe.optimizer.head_lr),
         )  # fmt: skip
 
-    def gate(self, roles: Roles, tell: Callable[[int, Verdict], None]) -> Gate | None:
-        """What decides how the imitations of `rho: auto` are played."""
-        if not self.recipe.is_auto:
-            return None
-        given = self.pools.images.given
-        return Gate(roles, self.calibrate, torch.bincount(given[given >= 0], minlength=self.num_classes), tell)
+    def method_state(self, roles: Roles) -> State:
+        """What the method remembers, at the start."""
+        view = RunView(
+            roles=roles, num_classes=self.num_classes, given=self.pools.images.given, held_out=self.calibrate
+        )
+        return self.recipe.playing.State(view)
 
-    def loop(self, label_pool: Callable[[Phase], LabelStore] | None) -> Loop:
+    def loop(self, plan: Plan, state: State, label_pool: Callable[[Phase], LabelStore] | None) -> Loop:
         """Everything that the loop is told once.
 
         Args:
+            plan: the phases.
+            state: of the method.
             label_pool: lets the teacher label the pool of a phase; None: it labels batch by batch.
         """
         recipe = self.recipe
         weights = None
         if recipe.class_weights == "balanced":
             weights = balanced_weights(self.pools.images.given, self.num_classes).to(self.accelerator.device)
+        environment = self.pools.images.environment
         return Loop(
+            method=recipe.playing, state=state, total_steps=plan.total_steps,
             num_classes=self.num_classes, accumulate=recipe.accumulate, clip=recipe.optimizer.clip,
             reset_optimizer=recipe.optimizer_state == "reset",
             class_weights=weights, prepare=self.prepare, feed=self.feed,
             label_pool=label_pool,
-            environment=self.pools.images.environment,
+            environment=environment, environments=0 if environment is None else int(environment.max()) + 1,
         )  # fmt: skip

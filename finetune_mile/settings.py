@@ -18,7 +18,8 @@ from finetune_mile.core.problems import Problem
 from finetune_mile.core.yaml_text import TooMuch, compose, construct
 from finetune_mile.images.sources import imagenet_folder
 from finetune_mile.layers import Merged, find_recipe, flat, layers_of, put, put_together, read_yaml
-from finetune_mile.recipe import LABELS_ALONE, VARIANTS, Recipe
+from finetune_mile.methods import METHOD_FLAGS, METHODS, get_method
+from finetune_mile.recipe import VARIANTS, FullRecipe, Recipe
 from finetune_mile.runlog import read_info, recipe_hash
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -29,7 +30,7 @@ __all__ = [
 
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
 MOST_SENTENCES = 20  # problems of one recipe that are told at once
-FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr"}
+FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr"}  # of MILe, where no method is named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path:
     elif "steps" in over or "epochs" in over:
         merged.forget("epochs" if "steps" in over else "steps")
     _put_variant(merged)
-    recipe = validated(Recipe, merged, path, wrong)
+    recipe = validated(FullRecipe, merged, path, wrong)
     return Resolved(recipe=recipe, path=path, why=why, said_by=merged.said_by, sources=merged.sources)
 
 
@@ -166,14 +167,14 @@ def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[s
     for key, value in given.items():
         flag = "--" + key.replace("_", "-")
         dotted = FLAG_PATHS.get(key, key)
-        if key == "rho":
-            dotted = f"{method.replace('-', '_')}.rho"
-        if key in ("k_t", "k_s") and method != "mile":
-            wrong.append(f"{flag} belongs to --method mile, and the method is {method}")
-        elif key == "rho" and method in LABELS_ALONE:
-            wrong.append(f"{flag} belongs to a method with a teacher, and the method is {method}")
-        else:
-            over[dotted] = (value, flag)
+        if key in METHOD_FLAGS and method in METHODS:
+            flags = get_method(method).flags
+            if key not in flags:
+                owners = " or ".join(name for name in METHODS if key in get_method(name).flags)
+                wrong.append(f"{flag} belongs to --method {owners}, and the method is {method}")
+                continue
+            dotted = flags[key]
+        over[dotted] = (value, flag)
     return over
 
 
@@ -208,7 +209,7 @@ def set_value(key: str, text: str) -> Any:
 # ---------------------------------------------------------------------------------- errors in words
 
 
-def explain(error: ValidationError, path: Path, merged: Merged, model: type[BaseModel] = Recipe) -> list[str]:
+def explain(error: ValidationError, path: Path, merged: Merged, model: type[BaseModel] = FullRecipe) -> list[str]:
     """Each of pydantic's complaints as a sentence that names the flag or the key."""
     sentences: list[str] = []
     items = error.errors()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from finetune_mile.measures.learned import learned_nothing, lower_rates
 from finetune_mile.outcome import open_on_main, warn_of_spread, weight_spread, write_labels
 from finetune_mile.pages.model_card import model_card
 from finetune_mile.pages.report import gallery_images, write_report
-from finetune_mile.plan import Plan, labels_once_per_cycle
+from finetune_mile.plan import Plan
 from finetune_mile.runlog import RunFolder
 from finetune_mile.session import Session
 from finetune_mile.settings import to_yaml
@@ -65,7 +64,9 @@ def _train(
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
     network.to(accelerator.device)
     roles = Roles(network, plan.phases, None if teacher is None else teacher.to(accelerator.device))
+    state = session.method_state(roles)
     groups = parameter_groups(network, lr=settings.lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay)
+    groups += state.parameter_groups()
     bare = make_optimizer(settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov)
     wrapped, optimizer = accelerator.prepare(network, bare)
     average = None if settings.ema is None else Average(network, settings.ema)
@@ -81,9 +82,8 @@ def _train(
     if content is None:
         torch.manual_seed(recipe.seed + accelerator.process_index)  # dropout differs between processes
 
-    gate = session.gate(roles, lambda at, verdict: watch.on_verdict(at, verdict))
-    if gate is not None and content is not None:
-        gate.load_state_dict(content["extra"]["gate"])
+    if content is not None:
+        state.load_state_dict(content["extra"]["method"])
 
     def save(at: int, extra: dict[str, Any]) -> None:
         saving.save(
@@ -93,12 +93,13 @@ def _train(
             roles=roles,
             optimizer=optimizer,
             average=average,
-            extra=extra if gate is None else extra | {"gate": gate.state_dict()},
+            extra=extra | {"method": state.state_dict()},
         )
 
     with Display(plan.total_steps, step, visible=accelerator.is_main_process) as display:
         watch = Watch(
-            accelerator, folder, display, signals, plan, session.alarm(), num_classes=session.num_classes,
+            accelerator, folder, display, signals, plan, session.alarm(), recipe.playing,
+            num_classes=session.num_classes,
             log_every=recipe.log_every, checkpoint_every=recipe.checkpoint_every,
             evaluate_every=None if recipe.evaluate.every is None else plan.steps(recipe.evaluate.every),
             save=save, evaluate=lambda: session.evaluate(network, recipe.evaluate.images),
@@ -107,12 +108,12 @@ def _train(
         if content is not None:
             watch.resume(step, content["extra"])
         label_pool = None
-        if labels_once_per_cycle(recipe):
+        if recipe.labels_once_per_cycle:
             label_pool = pool_labeller(session, roles, folder.path, display.labels)
-        loop = dataclasses.replace(session.loop(label_pool), gate=gate)
+        loop = session.loop(plan, state, label_pool)
         train(
             accelerator, wrapped, roles, plan.phases, optimizer, rate_of(session, plan), loop,
-            average=average, first_step=step, on_step=watch,
+            average=average, first_step=step, on_step=watch, on_decision=watch.on_decision,
         )  # fmt: skip
     learner = network
     if average is not None:

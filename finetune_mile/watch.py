@@ -17,15 +17,16 @@ from torch import Tensor
 
 from finetune_mile.core.problems import Failed, Problem
 from finetune_mile.display import Display
-from finetune_mile.learning.auto import Verdict
 from finetune_mile.learning.loop import StepRecord
-from finetune_mile.learning.phases import Auto, Given, Phase
+from finetune_mile.learning.phases import Phase
+from finetune_mile.learning.state import Decision
+from finetune_mile.learning.targets import given_matrix
 from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
 from finetune_mile.measures.learned import RATES, LossAlarm
+from finetune_mile.methods import Method
 from finetune_mile.plan import Plan
 from finetune_mile.runlog import RunFolder, alone
 
-SHORT_IMITATION = 50  # steps; with `rho: auto`, shorter ones lost accuracy
 SAME_SIGNAL = 1.0  # seconds
 AGREE_EVERY = 8  # steps between two looks at whether another process was told to stop
 
@@ -136,6 +137,7 @@ class Watch:
         signals: Signals,
         plan: Plan,
         alarm: LossAlarm,
+        method: Method,
         *,
         num_classes: int,
         log_every: int,
@@ -154,6 +156,7 @@ class Watch:
             signals: whether to stop.
             plan: the phases.
             alarm: says that the loss is too high.
+            method: whose labels are inspected.
             num_classes: C.
             log_every: steps between metrics.
             checkpoint_every: steps between checkpoints.
@@ -168,7 +171,7 @@ class Watch:
             display,
             signals,
         )
-        self.plan, self.alarm, self.num_classes = plan, alarm, num_classes
+        self.plan, self.alarm, self.method, self.num_classes = plan, alarm, method, num_classes
         self.log_every, self.checkpoint_every, self.evaluate_every = (
             log_every,
             checkpoint_every,
@@ -231,32 +234,27 @@ class Watch:
         self.accelerator.log({f"{role}/{k}": v for k, v in scores.items()}, step=step)
         self._mark = time.monotonic()
 
-    def on_verdict(self, step: int, verdict: Verdict) -> None:
-        """Record and say what `rho: auto` decided for the next imitation."""
-        seen = {key: value for key, value in asdict(verdict).items() if key != "thresholds"}
+    def on_decision(self, step: int, decision: Decision) -> None:
+        """Record and say what the method decided for the next phase."""
         if self.accelerator.is_main_process:
-            self.folder.append({"step": step, "kind": "gate", **seen})
-        self.accelerator.log({f"gate/{k}": float(v) for k, v in seen.items() if k != "generation"}, step=step)
-        self.display.say(
-            f"generation {verdict.generation}: gate {'open' if verdict.open else 'closed'}, "
-            f"v {verdict.v:.2f} ± {verdict.v * verdict.v_error:.2f}, g {verdict.g:.2f} ± {verdict.g_error:.2f}, "
-            f"{verdict.labels_found:.1f} labels found per image"
-        )
-        steps = next(p.steps for p in self.plan.phases if p.name == "imitation" and p.generation == verdict.generation)
-        if verdict.open and steps < SHORT_IMITATION:
-            self.display.warn(
-                f"an imitation of {steps} steps is short for labels that were found, and may cost accuracy: "
-                "raise --steps, or make it one long imitation (docs/auto.md)"
-            )
+            self.folder.append({"step": step, "kind": "gate", **decision.record})
+        numbers = {f"gate/{k}": float(v) for k, v in decision.record.items() if k != "generation"}
+        self.accelerator.log(numbers, step=step)
+        self.display.say(decision.sentence)
+        if decision.warning is not None:
+            self.display.warn(decision.warning)
         self._mark = time.monotonic()
 
     def _look_at_labels(self, phase: Phase) -> LabelReport | None:
         """Describe the labels that the learner, as the next teacher, will give."""
-        following = [p for p in self.plan.phases if p.name == "imitation"]
-        if "teacher" not in phase.becomes or not following or isinstance(following[0].targets, Given | Auto):
+        imitation = next((p for p in self.plan.phases if p.name == "imitation"), None)
+        if "teacher" not in phase.becomes or imitation is None or not self.method.guarded:
             return None
-        logits, given = self.probe()
-        report, labels = inspect_labels(following[0].targets, logits, given, self.probe_labels)
+        logits, labels = self.probe()
+        given = given_matrix(labels, self.num_classes)
+        targets = self.method.targets(imitation, logits)
+        targets = torch.maximum(targets, given) if imitation.union else targets
+        report, labels = inspect_labels(targets, given, self.probe_labels)
         for sentence in guard(report, self.num_classes, self.label_report):
             self.display.warn(f"generation {phase.generation}: {sentence}")
         self.probe_labels, self.label_report = labels, report

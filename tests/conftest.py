@@ -34,6 +34,28 @@ def run_demo(tmp_path):
 
 
 @pytest.fixture
+def stop_at(monkeypatch):
+    """stop_at(step) sends SIGTERM to this process when that step is recorded, as a scheduler would; None: no more."""
+    import signal
+
+    from finetune_mile.runlog import RunFolder
+
+    append, wanted = RunFolder.append, []
+
+    def append_and_stop(self, record):
+        append(self, record)
+        if record["kind"] == "train" and record["step"] in wanted:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(RunFolder, "append", append_and_stop)
+
+    def choose(step):
+        wanted[:] = [] if step is None else [step]
+
+    return choose
+
+
+@pytest.fixture
 def bounded():
     """Fail instead of hanging or filling the memory: 20 seconds, and 2 GB more than now."""
     import resource

@@ -83,7 +83,8 @@ def output_of(main, *words):
             code = main(list(words))
     except RuntimeError as error:
         return {"raises": repr(error)}
-    return json.loads(out.getvalue()) if code == 0 else {"exit": code, "says": err.getvalue()}
+    said = json.loads(out.getvalue()) if code == 0 else {"exit": code, "says": err.getvalue()}
+    return json.loads(json.dumps(said).replace(str(ROOT), "ROOT"))
 
 
 def resolved():
@@ -138,6 +139,13 @@ def everything():
     return pins
 
 
+def differences(was, now, path=""):
+    """The parts of two pins that are not equal, one line each."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        return [line for key in was | now for line in differences(was.get(key), now.get(key), f"{path}/{key}")]
+    return [] if was == now else [f"{path}: was {str(was)[:100]}, is {str(now)[:100]}"]
+
+
 def main(verb):
     if verb == "numbers":
         with tempfile.TemporaryDirectory() as place:
@@ -156,7 +164,7 @@ def main(verb):
     before = json.loads(RECORD.read_text())
     moved = [key for key in before | pins if before.get(key) != pins.get(key)]
     for key in moved:
-        print(f"MOVED {key}\n  was {str(before.get(key))[:400]}\n  is  {str(pins.get(key))[:400]}")
+        print(f"MOVED {key}\n" + "".join(f"  {line}\n" for line in differences(before.get(key), pins.get(key))[:5]))
     print(f"{len(pins) - len(moved)} of {len(before)} pins hold")
     return 1 if moved else 0
 

@@ -107,9 +107,11 @@ def test_f5_f12_numbers_out_of_bounds_are_refused(recipes, words, sentence):
 
 def test_f5_a_budget_of_too_many_generations_is_one_sentence(recipes):
     code = """
-from finetune_mile.learning.phases import Given, mile
-how = {"k_t": 3, "k_s": 2, "warmup": 0, "minus_one": False, "imitate_from": "student", "pool": "labelled"}
-mile(10**9, targets=Given(), **how)"""
+from finetune_mile.learning.phases import Budget
+from finetune_mile.methods.mile import Block, phases
+same = {"imitate_from": "student", "phase_steps": "exact", "union": False, "pseudo_labels": "batch"}
+block = Block(k_t=3, k_s=2, warmup=0, rho=0.25, empty="negative", optimizer_state="keep", **same)
+phases(block, Budget(total_steps=10**9, steps_per_epoch=1.0))"""
     done = limited_code(code, cwd=recipes)
     assert "Problem: steps: 1,000,000,000 steps make 200,000,000 generations (at most 100,000)" in done.stderr
 

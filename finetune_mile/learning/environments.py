@@ -1,4 +1,4 @@
-"""Losses over environments: IRMv1's and V-REx's penalties. B batch, C classes, E environments.
+"""Risks of environments, for IRM and V-REx. B batch, C classes, E environments.
 
 Both are functions of each environment's mean over the whole batch, so they are made of sums that processes can add up.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, stack
 
-from finetune_mile.learning.phases import Penalty
+from finetune_mile.learning.state import StepView
 
 
 def environment_sums(
@@ -51,16 +51,19 @@ def over_processes(sums: Tensor, add_up: Callable[[Tensor], Tensor], world: int)
     return add_up(sums.detach()) + world * (sums - sums.detach())
 
 
-def penalised(sums: Tensor, penalty: Penalty) -> Tensor:
-    """The mean risk of the environments that occur in the batch, and the penalty on them: a scalar.
+def risks_and_slopes(logits: Tensor, targets: Tensor, step: StepView) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, mean cross-entropies and mean slopes of the environments, over the complete batch: (E,) each.
+
+    The weights are equal for the environments that occur in the batch and zero for the others.
 
     Args:
-        sums: (E, 3) from `environment_sums`.
-        penalty: which, and its weight.
+        logits: (B, C) of this process.
+        targets: (B, C).
+        step: whose environments they are.
     """
+    assert step.environment is not None
+    sums = environment_sums(logits, targets, step.environment, step.environments, step.class_weights)
+    sums = over_processes(sums, step.add_up, step.processes)
     images, losses, slopes = sums.detach()[:, 0], sums[:, 1], sums[:, 2]
-    shares = (images > 0).float() / (images > 0).sum()  # (E,): an environment without images does not count
-    risks, slopes = losses / images.clamp(min=1), slopes / images.clamp(min=1)
-    mean = (shares * risks).sum()
-    spread = slopes.square() if penalty.kind == "irm" else (risks - mean).square()
-    return mean + penalty.weight * (shares * spread).sum()
+    shares = (images > 0).float() / (images > 0).sum()
+    return shares, losses / images.clamp(min=1), slopes / images.clamp(min=1)

@@ -1,4 +1,4 @@
-"""The only training loop: it plays phases. B batch, C classes."""
+"""The training loop: it trains a list of phases. B batch, C classes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -13,21 +14,35 @@ from torch import Tensor, nn
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Batch, Pool
-from finetune_mile.learning.environments import environment_sums, over_processes, penalised
-from finetune_mile.learning.gate import Gate, as_played
-from finetune_mile.learning.losses import phase_loss
 from finetune_mile.learning.optim import set_rate
-from finetune_mile.learning.phases import Given, Penalty, Phase, after, drawn
-from finetune_mile.learning.roles import Roles, State, copy_into, snapshot
+from finetune_mile.learning.phases import Phase, after, drawn
+from finetune_mile.learning.roles import Roles, copy_into, snapshot
+from finetune_mile.learning.roles import State as Weights
+from finetune_mile.learning.state import Decision, State, StepView
 from finetune_mile.learning.stores import LabelStore
-from finetune_mile.learning.targets import given_matrix, make_targets, rank_targets
+from finetune_mile.learning.targets import given_matrix
+
+
+class Rules(Protocol):
+    """A method, as far as a step needs it (`methods/__init__.py`)."""
+
+    @property
+    def targets(self) -> Callable[[Phase, Tensor], Tensor]:
+        """A phase and the teacher's logits (B, C) to labels (B, C)."""
+
+    @property
+    def loss(self) -> Callable[[Phase, Tensor, Tensor, StepView], Tensor]:
+        """A phase, logits (B, C), targets (B, C) and the step to a scalar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """What stays the same from the first step to the last."""
 
+    method: Rules
+    state: State
     num_classes: int
+    total_steps: int
     accumulate: int
     clip: float | None
     reset_optimizer: bool  # forget the momentum when the learner's weights are swapped
@@ -35,8 +50,8 @@ class Loop:
     prepare: Callable[[Tensor], Tensor]  # uint8 images to the network's input, on the device
     feed: Callable[[Pool, int], Iterator[Batch]]  # this process's parts from a step of a pool on
     label_pool: Callable[[Phase], LabelStore] | None  # labels once per cycle, instead of per batch
-    environment: Tensor | None = None  # (N,) of each training image, for phases with a penalty
-    gate: Gate | None = None  # `rho: auto`
+    environment: Tensor | None = None  # (N,) of each training image
+    environments: int = 0
 
 
 @dataclass(slots=True)
@@ -58,7 +73,7 @@ class Average:
 
     def __init__(self, learner: nn.Module, decay: float) -> None:
         self.learner, self.decay = learner, decay
-        self.weights: State = snapshot(learner)
+        self.weights: Weights = snapshot(learner)
 
     def restart(self) -> None:
         """Forget the past."""
@@ -87,49 +102,49 @@ def train(
     average: Average | None = None,
     first_step: int = 0,
     on_step: Callable[[StepRecord], None],
+    on_decision: Callable[[int, Decision], None],
 ) -> int:
-    """Play what is left of `phases` after `first_step` optimiser steps; returns the steps done.
+    """Train what is left of `phases` after `first_step` optimiser steps; returns the steps done.
 
     Args:
         accelerator: for devices, precision and processes.
         network: the prepared learner.
         roles: the same learner unwrapped, and its copies; already restored when resuming.
-        phases: the whole list, also what is done.
+        phases: the complete list, also what is done.
         optimizer: the prepared optimiser.
         rate: step to the share of the base learning rate.
         loop: everything else that is fixed.
-        average: averaged weights to keep up to date, if wanted.
+        average: averaged weights to keep up to date, or None.
         first_step: optimiser steps done before.
         on_step: called after each step, and after the roles have changed hands where a phase ended. It may raise to
-            stop; what it sees is a state that can be saved and gone on from.
+            stop; what it sees is a state that can be saved and continued from.
+        on_decision: called with the steps done and what the method decided before a phase.
     """
     step = first_step
     feeds: dict[Pool, Iterator[Batch]] = {}
     network.train()
-    for phase, done in after(step, phases):
-        goes_on = False
-        if loop.gate is not None:
-            if done == 0:
-                loop.gate.decide(phase, step)
-            phase, goes_on = loop.gate.played(phase), loop.gate.goes_on(phase)
+    for planned, done in after(step, phases):
+        if done == 0 and (decision := loop.state.decide(planned)) is not None:
+            on_decision(step, decision)
+        phase = loop.state.as_decided(planned)
         if done == 0:
             roles.enter(phase)
-            if loop.gate is not None:
-                loop.gate.hop(phase)
-            if loop.reset_optimizer and not goes_on:
+            loop.state.entered(phase)
+            if loop.reset_optimizer and not phase.continues:
                 optimizer.state.clear()
-            if average is not None and not goes_on:
+            if average is not None and not phase.continues:
                 average.restart()
         store = None
         if loop.label_pool is not None and phase.name == "imitation":
             store = loop.label_pool(phase)
             network.train()
         if phase.pool not in feeds:
-            feeds[phase.pool] = loop.feed(phase.pool, drawn(step, as_played(loop.gate, phases))[phase.pool])
+            decided = [loop.state.as_decided(each) for each in phases]
+            feeds[phase.pool] = loop.feed(phase.pool, drawn(step, decided)[phase.pool])
         for done_now in range(done + 1, phase.steps + 1):
             share = rate(step)
             set_rate(optimizer, share)
-            record = _step(accelerator, network, roles, phase, optimizer, loop, feeds[phase.pool], store)
+            record = _step(accelerator, network, roles, phase, optimizer, loop, feeds[phase.pool], store, step)
             step += 1
             if average is not None:
                 average.update()
@@ -152,22 +167,23 @@ def _step(
     loop: Loop,
     feed: Iterator[Batch],
     store: LabelStore | None,
+    step: int,
 ) -> StepRecord:
     """One optimiser step over `loop.accumulate` parts of a batch."""
     record = StepRecord(0, phase, 0, 0.0, torch.zeros((), device=accelerator.device), 0)
     for part in range(loop.accumulate):
         batch = next(feed)
         images = loop.prepare(batch.images)
-        given = batch.labels.to(accelerator.device, non_blocking=True)
-        targets, ranks = _targets(roles, phase, images, given, batch, loop, store, accelerator)
+        labels = batch.labels.to(accelerator.device, non_blocking=True)
+        given = given_matrix(labels, loop.num_classes)
+        targets, teacher_logits = _targets(roles, phase, images, given, batch, loop, store, accelerator)
+        view = _view(accelerator, loop, batch, given, teacher_logits, step)
         last = part == loop.accumulate - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(network):
             logits = network(images)
-            if phase.penalty is None:
-                loss = phase_loss(phase, logits, targets, ranks, loop.class_weights) / loop.accumulate
-            else:
-                loss = _penalised_loss(accelerator, phase.penalty, logits, targets, batch, loop)
+            loss = loop.method.loss(phase, logits, targets, view) / loop.accumulate
             accelerator.backward(loss)
+        loop.state.after_step(view, logits.detach())
         record.loss += loss.detach()
         record.images += len(batch.samples)
         if phase.name == "imitation":
@@ -180,16 +196,18 @@ def _step(
     return record
 
 
-def _penalised_loss(
-    accelerator: Accelerator, penalty: Penalty, logits: Tensor, targets: Tensor, batch: Batch, loop: Loop
-) -> Tensor:
-    """The loss over environments of the whole batch, all processes' parts together."""
-    assert loop.environment is not None
-    environment = loop.environment[batch.samples].to(logits.device, non_blocking=True)
-    count = int(loop.environment.max()) + 1
-    sums = environment_sums(logits, targets, environment, count, loop.class_weights)
-    add_up = partial(accelerator.reduce, reduction="sum")
-    return penalised(over_processes(sums, add_up, accelerator.num_processes), penalty)
+def _view(
+    accelerator: Accelerator, loop: Loop, batch: Batch, given: Tensor, teacher_logits: Tensor | None, step: int
+) -> StepView:
+    environment = None
+    if loop.environment is not None:
+        environment = loop.environment[batch.samples].to(accelerator.device, non_blocking=True)
+    return StepView(
+        step=step, total_steps=loop.total_steps, samples=batch.samples, given=given, teacher_logits=teacher_logits,
+        environment=environment, environments=loop.environments,
+        class_weights=loop.class_weights, add_up=partial(accelerator.reduce, reduction="sum"),
+        gather=accelerator.gather, processes=accelerator.num_processes,
+    )  # fmt: skip
 
 
 def _targets(
@@ -202,27 +220,26 @@ def _targets(
     store: LabelStore | None,
     accelerator: Accelerator,
 ) -> tuple[Tensor, Tensor | None]:
-    """The target matrix (B, C) of one part of a batch, and with `rho: auto` that of its softmax term."""
-    if isinstance(phase.targets, Given):
+    """The target matrix (B, C) of one part of a batch, and the teacher's logits if they were computed for it."""
+    if phase.given:
         if bool((batch.labels < 0).any()):  # on the CPU, where labels come from: no wait for the device
             raise Problem("an unlabelled image was drawn in an interaction; this is a bug in the pools")
-        return make_targets(phase.targets, given, None, loop.num_classes, phase.loss), None
+        return given, None
+    teacher_logits = None
     if store is not None:
-        found = store[batch.samples].to(given.device)
-        union = phase.targets.union
-        return torch.maximum(found, given_matrix(given, loop.num_classes)) if union else found, None
-    assert roles.teacher is not None
-    with torch.no_grad(), accelerator.autocast():
-        teacher_logits = roles.teacher(images)
-    targets = make_targets(phase.targets, given, teacher_logits, loop.num_classes, phase.loss)
-    return targets, rank_targets(phase.targets, given, teacher_logits)
+        targets = store[batch.samples].to(given.device)
+    else:
+        assert roles.teacher is not None
+        with torch.no_grad(), accelerator.autocast():
+            teacher_logits = roles.teacher(images)
+        targets = loop.method.targets(phase, teacher_logits)
+    return torch.maximum(targets, given) if phase.union else targets, teacher_logits
 
 
 def label_counts(targets: Tensor, given: Tensor) -> Tensor:
-    """Sums over a batch: labels at 0.5 or more, images with none, and given labels that are among them: (3,)."""
-    found = targets >= 0.5
-    known = given_matrix(given, targets.shape[1]).bool()
-    return torch.stack([found.sum(), (~found.any(1)).sum(), (found & known).sum()]).float()
+    """Sums over a batch: labels at 0.5 or more, images with none, and given labels (B, C) among them: (3,)."""
+    labels = targets >= 0.5
+    return torch.stack([labels.sum(), (~labels.any(1)).sum(), (labels & given.bool()).sum()]).float()
 
 
 def _same_buffers(accelerator: Accelerator, learner: nn.Module) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune_mile.learning.phases import Auto, Phase
-
 LossFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -41,24 +39,3 @@ def cross_entropy(logits: Tensor, targets: Tensor, class_weights: Tensor | None 
 
 
 LOSSES: dict[str, LossFunction] = {"bce": bce, "cross_entropy": cross_entropy}
-
-
-def phase_loss(
-    phase: Phase, logits: Tensor, targets: Tensor, ranks: Tensor | None, class_weights: Tensor | None = None
-) -> Tensor:
-    """The loss of a batch in a phase: a scalar.
-
-    With `rho: auto` a softmax term comes on top. It does not change when all logits of an image move together, so it
-    keeps the order of the labels and leaves their level to the other term.
-
-    Args:
-        phase: says which loss.
-        logits: (B, C).
-        targets: (B, C).
-        ranks: (B, C), the targets of the softmax term, or None.
-        class_weights: (C,), or None for ones.
-    """
-    loss = LOSSES[phase.loss](logits, targets, class_weights)
-    if ranks is None or not isinstance(phase.targets, Auto):
-        return loss
-    return loss + phase.targets.ce * cross_entropy(logits, ranks, class_weights)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from finetune_mile.learning.phases import Targets
-from finetune_mile.learning.targets import given_matrix, make_targets
 from finetune_mile.measures.metrics import churn
 
 MANY_EMPTY = 0.5  # share of empty sets
@@ -27,20 +25,22 @@ class LabelReport:
     churn: float | None  # against the generation before
 
 
-def inspect_labels(
-    rule: Targets, teacher_logits: Tensor, given: Tensor, before: Tensor | None
-) -> tuple[LabelReport, Tensor]:
-    """Describe the labels that `rule` makes of (N, C) logits; also returns them, (N, C) booleans."""
-    num_classes = teacher_logits.shape[1]
-    found = make_targets(rule, given, teacher_logits, num_classes, "bce") >= 0.5
-    known = given_matrix(given, num_classes).bool()
+def inspect_labels(targets: Tensor, given: Tensor, before: Tensor | None) -> tuple[LabelReport, Tensor]:
+    """Describe pseudo-labels; also returns them as booleans (N, C).
+
+    Args:
+        targets: (N, C) that a teacher makes.
+        given: (N, C) given labels.
+        before: (N, C) of the generation before.
+    """
+    labels, known = targets >= 0.5, given.bool()
     report = LabelReport(
-        labels_per_image=float(found.sum(1).float().mean()),
-        empty_share=float((~found.any(1)).float().mean()),
-        given_recall=float((found & known).sum() / known.sum().clamp(min=1)),
-        churn=None if before is None else churn(before, found),
+        labels_per_image=float(labels.sum(1).float().mean()),
+        empty_share=float((~labels.any(1)).float().mean()),
+        given_recall=float((labels & known).sum() / known.sum().clamp(min=1)),
+        churn=None if before is None else churn(before, labels),
     )
-    return report, found
+    return report, labels
 
 
 def guard(report: LabelReport, num_classes: int, previous: LabelReport | None) -> list[str]:

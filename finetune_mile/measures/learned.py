@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from finetune_mile.learning.phases import Auto, Given, Phase
+from finetune_mile.learning.phases import Phase
 from finetune_mile.measures.intervals import wilson
 
+HeadBias = Literal["zero", "prior"]
 RISE = 3.0  # times the start: training diverges
 STEPS = 10  # that the loss must stay there; also the steps that make the start
 RATES = "the learning rate of the network or of its head is too high"
@@ -17,23 +17,6 @@ RATES = "the learning rate of the network or of its head is too high"
 def lower_rates(lr: float, head_lr: float | None) -> str:
     """The flags for a tenth of the learning rates."""
     return f"--lr {lr / 10:g}" + ("" if head_lr is None else f" --set optimizer.head_lr={head_lr / 10:g}")
-
-
-def untrained_loss(phase: Phase, num_classes: int, labels: float, head_bias: Literal["zero", "prior"]) -> float:
-    """The loss that a new head gives before its first step.
-
-    Args:
-        phase: says which loss.
-        num_classes: C.
-        labels: labels per image in the targets.
-        head_bias: every sigmoid starts at one half (`zero`) or at 1 / (C + 1) (`prior`).
-    """
-    softmax = math.log(num_classes)
-    if phase.loss == "cross_entropy":
-        return softmax
-    chance = 0.5 if head_bias == "zero" else 1 / (num_classes + 1)
-    sigmoids = -labels * math.log(chance) - (num_classes - labels) * math.log(1 - chance)
-    return sigmoids + (phase.targets.ce * softmax if isinstance(phase.targets, Auto) else 0.0)
 
 
 class LossAlarm:
@@ -46,17 +29,25 @@ class LossAlarm:
     """
 
     def __init__(
-        self, *, num_classes: int, given_labels: float, head_bias: Literal["zero", "prior"], advice: str
+        self,
+        *,
+        untrained_loss: Callable[[Phase, int, float, HeadBias], float | None],
+        num_classes: int,
+        given_labels: float,
+        head_bias: HeadBias,
+        advice: str,
     ) -> None:
         """Start without any loss.
 
         Args:
+            untrained_loss: the method's: the loss of a phase before the first step, or None.
             num_classes: C.
             given_labels: given labels per labelled training image.
             head_bias: how the bias of the new head starts.
             advice: the flags that lower the learning rates.
         """
-        self.num_classes, self.given_labels, self.head_bias, self.advice = num_classes, given_labels, head_bias, advice
+        self.untrained_loss, self.num_classes, self.given_labels = untrained_loss, num_classes, given_labels
+        self.head_bias, self.advice = head_bias, advice
         self.start, self.start_steps = 0.0, 0  # the sum of the first losses on given labels
         self.above, self.said = 0, False
 
@@ -71,13 +62,15 @@ class LossAlarm:
             steps: that the mean is over.
             labels: per image, on a teacher's labels; None on given ones.
         """
-        if self.said or phase.penalty is not None:  # a penalty changes the loss on purpose
+        if self.said:
             return None
         if step > done and done - steps < STEPS < phase.steps:
             return None
-        given = isinstance(phase.targets, Given)
+        given = phase.given
         count = self.given_labels if given else max(labels or 0.0, 1.0)
-        base, of_what = untrained_loss(phase, self.num_classes, count, self.head_bias), "that of an untrained head"
+        base, of_what = self.untrained_loss(phase, self.num_classes, count, self.head_bias), "that of an untrained head"
+        if base is None:
+            return None
         if given and self.start_steps >= STEPS and self.start / self.start_steps < base:
             base, of_what = self.start / self.start_steps, "that of the first steps"
         if given and self.start_steps < STEPS:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune_mile.learning.phases import Phase, Soften
-from finetune_mile.plan import Plan, labels_once_per_cycle, make_plan
+from finetune_mile.learning.phases import Phase
+from finetune_mile.plan import Plan, make_plan
 from finetune_mile.pricing.scene import Scene
 from finetune_mile.recipe import Recipe
 from finetune_mile.runlog import KEPT_CHECKPOINTS
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 PROBE_IMAGES = 1000  # as in a session
 FLOAT = 4
 START_SECONDS = 8.0  # imports, opening data, the report
-LONG_PHASE_EPOCHS = 5.0  # an interaction of more epochs than this has learnt its labels by heart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,7 @@ def count(recipe: Recipe, scene: Scene) -> Counts:
     interactions = [p for p in plan.phases if p.name == "interaction"]
     steps = sum(p.steps for p in imitations)
     teacher = steps * recipe.batch_size
-    if imitations and labels_once_per_cycle(recipe):
+    if imitations and recipe.labels_once_per_cycle:
         teacher = sum(scene.pools[p.pool] for p in imitations)
     return Counts(
         plan=plan, scene=scene, interaction_steps=sum(p.steps for p in interactions), imitation_steps=steps,
@@ -109,7 +108,7 @@ def estimate(
     seconds = learner.learn * trained + optimise * counts.plan.total_steps
     seconds += teacher.forward * counts.teacher_images + learner.forward * counts.evaluation_images
     if reading is not None:
-        labelled = counts.teacher_images if labels_once_per_cycle(recipe) else 0  # per batch it looks at what is there
+        labelled = counts.teacher_images if recipe.labels_once_per_cycle else 0  # per batch it looks at what is there
         seconds += reading * (trained + labelled + counts.evaluation_images)
     seconds += type(seconds)(low=START_SECONDS / 2, middle=START_SECONDS, high=2 * START_SECONDS)
     moments = {"sgd": 1, "lars": 1, "adamw": 2}[recipe.optimizer.name]
@@ -134,10 +133,10 @@ def _copies(counts: Counts, *, brought: bool) -> int:
 
 def _label_bytes(recipe: Recipe, counts: Counts) -> int:
     """Pseudo-labels that are kept for a pool, at most: a bit a class, or 32 soft values (`learning/stores.py`)."""
-    if not counts.imitation_steps or not labels_once_per_cycle(recipe):
+    if not counts.imitation_steps or not recipe.labels_once_per_cycle:
         return 0
     pools = [counts.scene.pools[p.pool] for p in counts.plan.phases if p.name == "imitation"]
-    soft = any(isinstance(p.targets, Soften) for p in counts.plan.phases)
+    soft = any(p.soft for p in counts.plan.phases)
     return max(pools) * (4 + 4 * min(32, counts.scene.classes) if soft else -(-counts.scene.classes // 8))
 
 
@@ -149,21 +148,4 @@ def warnings(recipe: Recipe, counts: Counts) -> list[str]:
     plan, scene, found = counts.plan, counts.scene, []
     if plan.steps_per_epoch < 1:
         found.append(f"a batch of {recipe.batch_size} is more than the {scene.labelled:,} labelled images")
-    if recipe.method != "mile" or recipe.mile is None:
-        return found
-    mile = recipe.mile
-    k_t, k_s, warmup = (plan.steps(amount) for amount in (mile.k_t, mile.k_s, mile.warmup))
-    epochs = k_t / plan.steps_per_epoch
-    if epochs > LONG_PHASE_EPOCHS:
-        found.append(f"k_t is {epochs:.0f} epochs of your {100 * recipe.fraction:g} % split")
-    if k_s > k_t:
-        found.append(f"k_s ({k_s}) is larger than k_t ({k_t}); the paper asks for k_s <= k_t")
-    if warmup > plan.total_steps / 2:
-        found.append(f"warm-up is most of the budget: {warmup:,} of {plan.total_steps:,} steps")
-    if counts.generations == 1:
-        found.append("the budget holds one generation: nothing is iterated")
-    rho, prior = mile.rho, 1 / scene.classes
-    if isinstance(rho, float) and rho <= 2 * prior:
-        rest = "and there is no warm-up: the first labels are junk" if warmup == 0 else "keep the warm-up"
-        found.append(f"rho {rho:g} is near the prior 1/C = {prior:g}; {rest}")
-    return found
+    return found + recipe.playing.warnings(recipe.block, plan, counts.generations, scene.classes)

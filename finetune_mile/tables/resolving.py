@@ -14,7 +14,7 @@ from typing import Any, get_args
 from finetune_mile.core.problems import Problem
 from finetune_mile.flags import given_settings, parse
 from finetune_mile.layers import flat
-from finetune_mile.recipe import Method
+from finetune_mile.methods import METHODS
 from finetune_mile.settings import Resolved, resolve
 from finetune_mile.tables.cells import Job, yaml_value
 
@@ -66,7 +66,8 @@ def _meaning(job: Job) -> Meaning:
         return Meaning(tree=tree, hash=hash_of(tree), resolved=None, data_here=True)
     options = parse(dataclasses.replace(job, folders={}).flags())
     resolved, here = resolve_anywhere(given_settings(options), options.sets)
-    tree = _used(resolved.recipe.model_dump(mode="json"), get_args(Method))
+    blocks = [name for name in METHODS if name != "auto"]  # which also says what runs of other methods hold out
+    tree = _used(resolved.recipe.model_dump(mode="json"), blocks)
     of_seed = {k: v for k, v in job.settings.items() if k in tree and "{seed}" in str(v)}  # one hash for all seeds
     return Meaning(tree=tree, hash=hash_of({**tree, **of_seed}), resolved=resolved, data_here=here)
 

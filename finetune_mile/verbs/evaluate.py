@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.core.problems import Problem, tell
+from finetune_mile.core.schema import LARGEST_BATCH
 from finetune_mile.flags import Parser
 from finetune_mile.images.checks import check_truth
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.sources import split_name
-from finetune_mile.recipe import LARGEST_BATCH
 from finetune_mile.runlog import next_folder
 from finetune_mile.verbs.classifiers import check_model, run_folder
 from finetune_mile.verbs.predicting import predict_with, recipe_of

@@ -90,22 +90,13 @@ def test_a_stop_while_the_teacher_labels_changes_nothing(run_demo, tmp_path, mon
 
 
 def test_a_resume_inside_an_imitation_reads_the_labels_and_distrusts_strange_ones(
-    run_demo, tmp_path, monkeypatch, seen
+    run_demo, tmp_path, monkeypatch, stop_at, seen
 ):
-    from finetune_mile import watch
-
     monkeypatch.setattr(labelling, "BLOCK", 200)
     whole, stopped = run_demo("whole", *SOFT), tmp_path / "stopped"
-    stop = watch.Watch._stop_if_asked
-
-    def stop_at_five(self, at):
-        if at == 5:  # the first step of the first imitation
-            self._finish_stopping(at)
-            raise watch.Stopped(15)
-
-    monkeypatch.setattr(watch.Watch, "_stop_if_asked", stop_at_five)
+    stop_at(5)  # the first step of the first imitation
     assert main([*SOFT, "--out", str(stopped)]) == 143
-    monkeypatch.setattr(watch.Watch, "_stop_if_asked", stop)
+    stop_at(None)
     first, second = sorted((stopped / "pseudo_labels/generation-0").iterdir())
     with safe_open(first, framework="pt") as file:
         assert len(file.metadata()["mark"]) == 2 * 64 + 1

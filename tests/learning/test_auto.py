@@ -13,14 +13,15 @@ from shortcuts import SHORT, losses
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.pools import hold_out, make_pools
 from finetune_mile.images.sources.demo import load
-from finetune_mile.learning.auto import Verdict, clear_misses, found_labels, judge, lee_liu
-from finetune_mile.learning.gate import Gate
-from finetune_mile.learning.losses import bce, phase_loss
-from finetune_mile.learning.phases import Auto, Given, Phase, Threshold, mile
-from finetune_mile.learning.targets import make_targets, rank_targets
+from finetune_mile.learning import evidence
+from finetune_mile.learning.evidence import Verdict, clear_misses, labels_above, lee_liu
+from finetune_mile.learning.losses import bce
+from finetune_mile.learning.phases import Budget, Phase
+from finetune_mile.learning.state import StepView
+from finetune_mile.methods import auto, mile
 from finetune_mile.run import main
 
-RULE = Auto(beta=0.9, ce=3.0, teacher=0.5, gate="auto", v_min=1.0, g_min=0.5)
+RULE = auto.Rule(beta=0.9, ce=3.0, teacher=0.5, gate="auto", v_min=1.0, g_min=0.5)
 SHORT_AUTO = [
     *SHORT,
     "--arch",
@@ -36,6 +37,13 @@ SHORT_AUTO = [
     "--set",
     "mile.last=4",
 ]
+
+
+def judge(rule, generation, logits, labels, prior, *, was_open=False):
+    return evidence.judge(
+        logits, labels, prior, generation=generation, gate=rule.gate, v_min=rule.v_min, g_min=rule.g_min,
+        was_open=was_open,
+    )  # fmt: skip
 
 
 def naive_lee_liu(logits, labels, prior):
@@ -135,7 +143,7 @@ def test_a_class_that_is_always_top_is_always_found():
     logits[:, 3] = 9.0
     verdict = judge(RULE, 0, logits, labels, torch.ones(10))
     assert verdict.thresholds[3] == -math.inf
-    assert (found_labels(replace(RULE, thresholds=verdict.thresholds), logits)[:, 3] > 0.9).all()
+    assert (labels_above(verdict.thresholds, RULE.beta, logits)[:, 3] > 0.9).all()
 
 
 def test_an_open_gate_closes_on_evidence_only():
@@ -162,46 +170,54 @@ def test_misses_of_the_surest_images():
     assert (g, error) == pytest.approx((0.2 / 0.51, math.sqrt(0.2 * 0.8 / 50) / 0.51))
 
 
-def test_targets_keep_the_order_and_the_given_label():
-    rule = replace(RULE, thresholds=(-1.0, -1.0, 1.0))
+def imitation(rule):
+    return Phase(
+        name="imitation", generation=0, steps=1, start="student", becomes=("student",), loss="bce", given=False,
+        union=True, values=rule,
+    )  # fmt: skip
+
+
+def test_targets_keep_the_order():
     logits = torch.tensor([[0.0, 2.0, 0.9], [-2.0, -2.0, -2.0]])
     expected = torch.tensor([[0.95, 0.9 + 0.1 / (1 + math.exp(-2.0)), 0.0], [0.0, 0.0, 0.0]])
-    assert torch.allclose(found_labels(rule, logits), expected)
-    full = make_targets(rule, torch.tensor([2, -1]), logits, 3, "bce")
-    expected[0, 2] = 1.0
-    assert torch.allclose(full, expected)
+    assert torch.allclose(auto.targets(imitation(replace(RULE, thresholds=(-1.0, -1.0, 1.0))), logits), expected)
 
 
 def test_the_softmax_term_is_the_given_label_and_the_teacher():
-    phase = Phase(
-        name="imitation", generation=0, steps=1, start="student", becomes=("student",), loss="bce", targets=RULE
-    )
     logits, targets, teacher = torch.randn(2, 3), torch.rand(2, 3), torch.randn(2, 3)
-    ranks = rank_targets(RULE, torch.tensor([1, -1]), teacher)
-    soft = teacher.softmax(1)
-    assert torch.allclose(ranks, 0.5 * soft + torch.tensor([[0.0, 0.5, 0.0], [0.0, 0.0, 0.0]]))
+    given = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    step = StepView(
+        step=0, total_steps=1, samples=torch.arange(2), given=given, teacher_logits=teacher, environment=None,
+        environments=0, class_weights=None, add_up=None, gather=None, processes=1,
+    )  # fmt: skip
+    ranks = 0.5 * teacher.softmax(1) + 0.5 * given
     expected = bce(logits, targets) - 3.0 * (ranks * logits.log_softmax(1)).sum() / 2
-    assert float(phase_loss(phase, logits, targets, ranks)) == pytest.approx(float(expected), rel=1e-5)
-    term, moved = (phase_loss(phase, z, targets, ranks) - bce(z, targets) for z in (logits, logits + 2))
+    assert float(auto.loss(imitation(RULE), logits, targets, step)) == pytest.approx(float(expected), rel=1e-5)
+    term, moved = (auto.loss(imitation(RULE), z, targets, step) - bce(z, targets) for z in (logits, logits + 2))
     assert float(moved) == pytest.approx(float(term), rel=1e-4), "it does not see a common shift"
-    assert rank_targets(Threshold(rho=0.1), torch.tensor([1, -1]), teacher) is None
+    plain = auto.loss(replace(imitation(RULE), given=True), logits, targets, step)
+    assert float(plain) == float(bce(logits, targets))
 
 
 def test_a_closed_generation_is_an_interaction_that_goes_on():
-    planned = mile(
-        24, k_t=4, k_s=2, warmup=8, minus_one=False, imitate_from="student", targets=RULE, pool="all", last=6
-    )
-    gate = Gate(None, None, None, None)
+    block = mile.Block(
+        k_t=4, k_s=2, warmup=8, last=6, rho="auto", imitate_from="student", phase_steps="exact", union=False,
+        pseudo_labels="batch", empty="negative", optimizer_state="keep",
+    )  # fmt: skip
+    budget = Budget(total_steps=24, steps_per_epoch=1.0, pool="all")
+    planned = mile.in_turn(block, budget, {"given": False, "values": RULE, "union": True})
+    state = auto.State(None)
     blank = {"v": 1.0, "v_error": 0.1, "g": 1.0, "g_error": 0.1, "found_rate": 0.5, "labels_found": 2.0, "images": 9}
-    gate.verdicts = [Verdict(generation=g, open=g == 1, thresholds=(0.5,), **blank) for g in (0, 1)]
-    closed, opened = (gate.played(p) for p in planned if p.name == "imitation")
-    assert (closed.targets, closed.start, closed.pool) == (Given(), "teacher", "labelled")
-    assert opened.targets.thresholds == (0.5,)
+    state.verdicts = [Verdict(generation=g, open=g == 1, thresholds=(0.5,), **blank) for g in (0, 1)]
+    decided = [state.as_decided(p) for p in planned]
+    closed, opened = (p for p in decided if p.name == "imitation")
+    assert (closed.given, closed.start, closed.pool) == (True, "teacher", "labelled")
+    assert opened.values.thresholds == (0.5,)
     assert (opened.start, opened.pool, opened.steps) == ("student", "all", 6)
-    assert [gate.goes_on(p) for p in planned] == [False, False, True, True, False]
-    again = Gate(None, None, None, None)
-    again.load_state_dict(gate.state_dict())
-    assert again.verdicts == gate.verdicts
+    assert [p.continues for p in decided] == [False, False, True, True, False]
+    again = auto.State(None)
+    again.load_state_dict(state.state_dict())
+    assert again.verdicts == state.verdicts
 
 
 def test_calibration_images_are_in_no_pool():
@@ -277,22 +293,14 @@ def test_a_closed_gate_is_plain_training_bit_by_bit(run_demo):
     ],
     ids=["open", "teacher", "semi"],
 )
-def test_a_stop_after_any_step_changes_no_decision(run_demo, tmp_path, monkeypatch, flags):
-    from finetune_mile import watch
-
+def test_a_stop_after_any_step_changes_no_decision(run_demo, tmp_path, stop_at, flags):
     whole, stopped = run_demo("whole", *SHORT_AUTO, *flags), tmp_path / "stopped"
     arguments = [*SHORT_AUTO, *flags, "--out", str(stopped)]
     for step in (8, 12, 13, 14, 19, 22, 24):
-
-        def stop(self, at, step=step):
-            if at == step:
-                self._finish_stopping(at)
-                raise watch.Stopped(15)
-
-        monkeypatch.setattr(watch.Watch, "_stop_if_asked", stop)
+        stop_at(step)
         assert main(arguments) == 143
         arguments = ["--resume", str(stopped)]
-    monkeypatch.undo()
+    stop_at(None)
     assert main(arguments) == 0
     assert losses(stopped) == losses(whole)
     assert all(tensor.equal(weights(whole)[name]) for name, tensor in weights(stopped).items())
@@ -304,17 +312,17 @@ def test_a_stop_after_any_step_changes_no_decision(run_demo, tmp_path, monkeypat
 def test_an_imitation_starts_at_the_thresholds(run_demo, monkeypatch):
     """The bias moves down by the thresholds before an imitation, and up again for the next teacher."""
     moved = []
-    hop = Gate.hop
+    entered = auto.State.entered
 
     def watched(self, phase):
         from finetune_mile.networks.heads import get_head
 
-        before = get_head(self.roles.learner).bias.detach().clone()
-        hop(self, phase)
-        after = get_head(self.roles.learner).bias.detach()
-        moved.append((phase.name, after - before, self.shift, phase.targets))
+        before = get_head(self.run.roles.learner).bias.detach().clone()
+        entered(self, phase)
+        after = get_head(self.run.roles.learner).bias.detach()
+        moved.append((phase.name, after - before, self.shift, phase.values))
 
-    monkeypatch.setattr(Gate, "hop", watched)
+    monkeypatch.setattr(auto.State, "entered", watched)
     run_demo("open", *SHORT_AUTO, "--set", "auto.gate=off")
     kinds = [name for name, *_ in moved]
     assert kinds == ["interaction", "interaction", "imitation", "interaction", "imitation"]
@@ -338,3 +346,11 @@ def test_an_imitation_starts_at_the_thresholds(run_demo, monkeypatch):
 def test_wrong_settings_are_named(capsys, flags, sentence):
     assert main(flags) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_method_auto_is_the_name_and_rho_auto_an_alias(run_demo):
+    alias = run_demo("alias", *SHORT_AUTO, "--set", "auto.gate=off")
+    flags = [word for word in SHORT_AUTO if word not in ("--rho", "auto")]
+    named = run_demo("named", *flags, "--method", "auto", "--set", "auto.gate=off")
+    assert all(tensor.equal(weights(alias)[name]) for name, tensor in weights(named).items())
+    assert losses(named) == losses(alias)

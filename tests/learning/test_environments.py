@@ -10,8 +10,9 @@ from shortcuts import SHORT, losses
 
 from finetune_mile.checkpoints.teachers import load_with_head
 from finetune_mile.core.problems import Problem
-from finetune_mile.learning.environments import environment_sums, over_processes, penalised
-from finetune_mile.learning.phases import Penalty, invariant
+from finetune_mile.learning.phases import Budget, Phase
+from finetune_mile.learning.state import StepView
+from finetune_mile.methods import get_method
 from finetune_mile.run import main
 
 
@@ -21,6 +22,20 @@ def batch(size=24, classes=3, seed=0):
     logits = torch.randn(size, classes, generator=generator).requires_grad_()
     labels = torch.randint(classes, (size,), generator=generator)
     return logits, F.one_hot(labels, classes).float(), 2 * torch.randint(2, (size,), generator=generator)
+
+
+def penalised(kind, logits, targets, environment, *, add_up=None, weight=7.0):
+    """The loss of the method, of one process or of two that add up."""
+    step = StepView(
+        step=0, total_steps=1, samples=torch.arange(len(logits)), given=targets, teacher_logits=None,
+        environment=environment, environments=3, class_weights=None, add_up=add_up, gather=None,
+        processes=1 if add_up is None else 2,
+    )  # fmt: skip
+    phase = Phase(
+        name="interaction", generation=0, steps=1, start="student", becomes=("student",), loss="cross_entropy",
+        values=weight,
+    )  # fmt: skip
+    return get_method(kind).loss(phase, logits, targets, step)
 
 
 def naive(kind, weight, logits, targets, environment):
@@ -41,7 +56,7 @@ def naive(kind, weight, logits, targets, environment):
 @pytest.mark.parametrize("kind", ["irm", "rex"])
 def test_loss_and_gradient_equal_a_naive_one(kind):
     logits, targets, environment = batch()
-    ours = penalised(environment_sums(logits, targets, environment, 3), Penalty(kind=kind, weight=7.0))
+    ours = penalised(kind, logits, targets, environment)
     theirs = naive(kind, 7.0, logits, targets, environment)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
     gradients = [torch.autograd.grad(loss, logits)[0] for loss in (ours, theirs)]
@@ -51,36 +66,40 @@ def test_loss_and_gradient_equal_a_naive_one(kind):
 @pytest.mark.parametrize("kind", ["irm", "rex"])
 def test_processes_with_parts_of_a_batch_average_to_the_gradient_of_the_whole(kind):
     logits, targets, environment = batch()
-    penalty = Penalty(kind=kind, weight=7.0)
-    whole = penalised(environment_sums(logits, targets, environment, 3), penalty)
-    halves = [environment_sums(logits[p], targets[p], environment[p], 3) for p in (slice(0, 12), slice(12, 24))]
-    total = sum(h.detach() for h in halves)
-    parts = [penalised(over_processes(h, lambda _: total, 2), penalty) for h in halves]
+    whole = penalised(kind, logits, targets, environment)
+    halves, sums = (slice(0, 12), slice(12, 24)), []
+    for half in halves:  # what each process would add up
+        penalised(kind, logits[half], targets[half], environment[half], add_up=lambda own: sums.append(own) or own)
+    parts = [penalised(kind, logits[h], targets[h], environment[h], add_up=lambda _: sums[0] + sums[1]) for h in halves]
     assert [p.item() for p in parts] == pytest.approx([whole.item()] * 2, rel=1e-5)
     wanted = torch.autograd.grad(whole, logits)[0]
     torch.testing.assert_close(torch.autograd.grad((parts[0] + parts[1]) / 2, logits)[0], wanted, rtol=1e-4, atol=1e-7)
 
 
 def test_class_weights_are_those_of_the_plain_loss():
+    from finetune_mile.learning.environments import environment_sums
     from finetune_mile.learning.losses import cross_entropy
 
     logits, targets, environment = batch()
     weights = torch.tensor([0.5, 1.0, 3.0])
     sums = environment_sums(logits, targets, torch.zeros_like(environment), 1, weights)
-    loss = penalised(sums, Penalty(kind="rex", weight=7.0))
-    assert loss.item() == pytest.approx(cross_entropy(logits, targets, weights).item(), rel=1e-5)
+    assert (sums[0, 1] / sums[0, 0]).item() == pytest.approx(cross_entropy(logits, targets, weights).item(), rel=1e-5)
     factor = torch.ones((), requires_grad=True)
     (slope,) = torch.autograd.grad(cross_entropy(factor * logits, targets, weights), factor)
     assert (sums[0, 2] / sums[0, 0]).item() == pytest.approx(slope.item(), rel=1e-4)
 
 
 def test_the_weight_changes_where_a_phase_ends():
-    knobs = {"kind": "irm", "weight": 100.0, "anneal_weight": 1.0}
-    phases = invariant(10, anneal=3, **knobs)
-    assert [(p.steps, p.penalty.weight, p.start) for p in phases] == [(3, 1.0, "student"), (7, 100.0, "student")]
-    assert [p.steps for p in invariant(10, anneal=0, **knobs)] == [10]
-    with pytest.raises(Problem, match=r"irm.anneal: 10 of 10 steps"):
-        invariant(10, anneal=10, **knobs)
+    method, budget = get_method("irm"), Budget(total_steps=10, steps_per_epoch=1.0)
+
+    def phases(anneal):
+        block = method.Block(weight=100.0, anneal=anneal, anneal_weight=1.0, optimizer_state="keep")
+        return method.phases(block, budget)
+
+    assert [(p.steps, p.values, p.start) for p in phases(3)] == [(3, 1.0, "student"), (7, 100.0, "student")]
+    assert [p.steps for p in phases(0)] == [10]
+    with pytest.raises(Problem, match=r"anneal: 10 of 10 steps"):
+        phases(10)
 
 
 @pytest.fixture(scope="module")
@@ -108,23 +127,15 @@ def test_a_run_is_the_mean_risk_plus_the_penalty_and_reloads(run_demo, mnist, me
     assert (how.size, how.mean, classes) == (14, (0.0, 0.0, 0.0), ("0-4", "5-9", "green", "red"))
 
 
-def test_a_stop_in_either_part_changes_nothing(run_demo, tmp_path, mnist, monkeypatch):
-    from finetune_mile import watch
-
+def test_a_stop_in_either_part_changes_nothing(run_demo, tmp_path, mnist, stop_at):
     words = flags(mnist, "irm", "--set", "irm.anneal=7")
     whole, stopped = run_demo("whole", *words), tmp_path / "stopped"
     arguments = [*words, "--out", str(stopped)]
     for step in (3, 7, 12):
-
-        def stop_if_asked(self, at, step=step):
-            if at == step:
-                self._finish_stopping(at)
-                raise watch.Stopped(15)
-
-        monkeypatch.setattr("finetune_mile.watch.Watch._stop_if_asked", stop_if_asked)
+        stop_at(step)
         assert main(arguments) == 143
         arguments = ["--resume", str(stopped)]
-    monkeypatch.undo()
+    stop_at(None)
     assert main(arguments) == 0
     assert losses(stopped) == losses(whole)
     assert (stopped / "results.json").read_text() == (whole / "results.json").read_text()
@@ -135,9 +146,9 @@ def test_what_is_refused(tmp_path, mnist, capsys):
     assert main([*SHORT, "--method", "irm", *block, "--out", str(tmp_path / "run")]) == 2
     assert "--method irm needs images from several environments" in capsys.readouterr().err
     assert main([*flags(mnist, "rex"), "--set", "accumulate=2", "--out", str(tmp_path / "run")]) == 2
-    assert "penalises the whole batch at once" in capsys.readouterr().err
+    assert "needs the complete batch at once" in capsys.readouterr().err
     assert main([*SHORT, "--method", "rex", "--out", str(tmp_path / "run")]) == 2
     assert "needs a block rex:" in capsys.readouterr().err
     assert main([*flags(mnist, "rex"), "--rho", "0.1", "--out", str(tmp_path / "run")]) == 2
-    assert "--rho belongs to a method with a teacher" in capsys.readouterr().err
+    assert "--rho belongs to --method mile or noisy-student" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -76,29 +76,18 @@ def test_both_variants_equal_a_naive_loop(run_demo):
     ],
     ids=["paper", "published", "noisy-student"],
 )  # fmt: skip
-def test_a_stop_after_any_step_changes_nothing(run_demo, tmp_path, monkeypatch, flags):
+def test_a_stop_after_any_step_changes_nothing(run_demo, tmp_path, stop_at, flags):
     whole = run_demo("whole", *flags)
     stopped = tmp_path / "stopped"
     every = [1, 4, 5, 6, 11, 17, 23, 24]
-
-    def stop_at(step):
-        from finetune_mile import watch
-
-        def stop_if_asked(self, at):
-            if at == step:
-                self._finish_stopping(at)
-                raise watch.Stopped(15)
-
-        return stop_if_asked
-
     arguments = [*flags, "--out", str(stopped)]
     for step in every:
-        monkeypatch.setattr("finetune_mile.watch.Watch._stop_if_asked", stop_at(step))
+        stop_at(step)
         assert main(arguments) == 143
         assert json.loads((stopped / "run.json").read_text())["status"] == "stopped"
         assert len(list((stopped / "checkpoints").glob("step-*"))) <= 2
         arguments = ["--resume", str(stopped)]
-    monkeypatch.undo()
+    stop_at(None)
     assert main(arguments) == 0
     assert json.loads((stopped / "run.json").read_text())["status"] == "finished"
     ours, theirs = (load_file(f / "export/model.safetensors") for f in (stopped, whole))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from finetune_mile.learning.loop import label_counts
 from finetune_mile.learning.losses import bce, cross_entropy
-from finetune_mile.learning.phases import Argmax, Given, Soften, Threshold
-from finetune_mile.learning.targets import given_matrix, make_targets
+from finetune_mile.learning.targets import given_matrix
+from finetune_mile.methods.pseudo_labels import Argmax, Soften, Threshold
 
 LOGITS = torch.tensor([[2.0, -2.0, 0.1], [-3.0, -3.0, -2.0], [0.5, 0.6, -9.0]])
 LABELS = torch.tensor([0, 1, -1])
@@ -19,37 +19,32 @@ def test_given_labels_single_multi_and_none():
     assert given_matrix(LABELS, 3).tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 0]]
     several = torch.tensor([[1, 0, 1], [-1, -1, -1]])
     assert given_matrix(several, 3).tolist() == [[1, 0, 1], [0, 0, 0]]
-    assert make_targets(Given(), LABELS, None, 3, "bce").equal(given_matrix(LABELS, 3))
 
 
 def test_thresholded_labels_and_what_an_empty_set_becomes():
-    plain = make_targets(Threshold(rho=0.25), LABELS, LOGITS, 3, "bce")
+    plain = Threshold(rho=0.25).labels(LOGITS, "bce")
     assert plain.tolist() == [[1, 0, 1], [0, 0, 0], [1, 1, 0]]
-    best = make_targets(Threshold(rho=0.25, empty="argmax"), LABELS, LOGITS, 3, "bce")
+    best = Threshold(rho=0.25, empty="argmax").labels(LOGITS, "bce")
     assert best.tolist() == [[1, 0, 1], [0, 0, 1], [1, 1, 0]]
-    union = make_targets(Threshold(rho=0.25, union=True), LABELS, LOGITS, 3, "bce")
-    assert union.tolist() == [[1, 0, 1], [0, 1, 0], [1, 1, 0]]
-    assert label_counts(plain, LABELS).tolist() == [4, 1, 1]
+    assert label_counts(plain, given_matrix(LABELS, 3)).tolist() == [4, 1, 1]
+
+
+def test_a_label_lies_strictly_above_rho():
+    """A sigmoid of exactly rho is no label: 0.5 is the sigmoid of 0."""
+    assert Threshold(rho=0.5).labels(torch.tensor([[0.0, 1e-6, -1.0]]), "bce").tolist() == [[0, 1, 0]]
 
 
 def test_soft_and_argmax_labels():
-    soft = make_targets(Soften(temperature=2.0), LABELS, LOGITS, 3, "cross_entropy")
-    assert soft.allclose((LOGITS / 2).softmax(1))
-    assert make_targets(Soften(temperature=1.0), LABELS, LOGITS, 3, "bce").allclose(LOGITS.sigmoid())
-    assert make_targets(Argmax(), LABELS, LOGITS, 3, "bce").argmax(1).tolist() == [0, 2, 1]
-
-
-def test_teacher_labels_need_a_teacher():
-    with pytest.raises(ValueError, match="teacher"):
-        make_targets(Argmax(), LABELS, None, 3, "bce")
+    assert Soften(temperature=2.0).labels(LOGITS, "cross_entropy").allclose((LOGITS / 2).softmax(1))
+    assert Soften(temperature=1.0).labels(LOGITS, "bce").allclose(LOGITS.sigmoid())
+    assert Argmax().labels(LOGITS, "bce").argmax(1).tolist() == [0, 2, 1]
 
 
 @given(st.floats(0.01, 0.98), st.floats(0.001, 0.01), st.integers(0, 99))
 def test_thresholded_labels_are_binary_and_shrink_as_rho_grows(rho, more, seed):
     logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(seed))
-    none = torch.full((8,), -1)
-    low = make_targets(Threshold(rho=rho), none, logits, 5, "bce")
-    high = make_targets(Threshold(rho=rho + more), none, logits, 5, "bce")
+    low = Threshold(rho=rho).labels(logits, "bce")
+    high = Threshold(rho=rho + more).labels(logits, "bce")
     assert set(low.unique().tolist()) <= {0.0, 1.0}
     assert bool((high <= low).all())
 

@@ -4,24 +4,26 @@ import math
 
 import pytest
 
-from finetune_mile.learning.phases import Auto, Given, Penalty, Phase, Threshold
+from finetune_mile.learning.phases import Phase
 from finetune_mile.measures.intervals import wilson
-from finetune_mile.measures.learned import LossAlarm, learned_nothing, lower_rates, untrained_loss
+from finetune_mile.measures.learned import LossAlarm, learned_nothing, lower_rates
+from finetune_mile.methods import auto, get_method, loss_of_new_head
 
 ADVICE = lower_rates(0.01, 0.1)
 
 
 def interaction(steps=1000, **changes):
-    settings = {"name": "interaction", "generation": 0, "start": "init", "becomes": ("student",), "targets": Given()}
+    settings = {"name": "interaction", "generation": 0, "start": "init", "becomes": ("student",)}
     return Phase(**(settings | {"steps": steps, "loss": "bce"} | changes))
 
 
 def imitation(steps=15, **changes):
-    return interaction(steps, name="imitation", targets=Threshold(rho=0.1), **changes)
+    return interaction(steps, name="imitation", given=False, **changes)
 
 
 def alarm(**changes):
-    return LossAlarm(**({"num_classes": 10, "given_labels": 1.0, "head_bias": "prior", "advice": ADVICE} | changes))
+    settings = {"untrained_loss": loss_of_new_head, "num_classes": 10, "given_labels": 1.0, "head_bias": "prior"}
+    return LossAlarm(**(settings | {"advice": ADVICE} | changes))
 
 
 def heard(watcher, losses, phase=None, every=10, labels=None):
@@ -69,8 +71,8 @@ def test_losses_are_compared_with_what_is_like_them():
     few_then_many = [0.4] * 3 + [9.0] * 3  # empty label sets first, then four labels per image
     assert heard(alarm(), few_then_many, imitation(100), labels=4.0) == []
     assert heard(alarm(), [31.0], imitation(100), labels=4.0)
-    penalised = interaction(loss="cross_entropy", penalty=Penalty(kind="irm", weight=1e4))
-    assert heard(alarm(), [0.7, 900.0, 900.0], penalised) == []
+    penalised = alarm(untrained_loss=get_method("irm").untrained_loss)
+    assert heard(penalised, [0.7, 900.0, 900.0], interaction(loss="cross_entropy", values=1e4)) == []
     # the first steps after the labels change
     watcher = alarm()
     heard(watcher, [2.0])
@@ -80,13 +82,13 @@ def test_losses_are_compared_with_what_is_like_them():
 
 
 def test_what_an_untrained_head_gives():
-    assert untrained_loss(interaction(loss="cross_entropy"), 10, 1, "zero") == pytest.approx(math.log(10))
-    assert untrained_loss(interaction(), 10, 1, "zero") == pytest.approx(10 * math.log(2))
-    assert untrained_loss(interaction(), 10, 1, "prior") == pytest.approx(math.log(11) + 9 * math.log(1.1))
-    auto = Auto(beta=0.9, ce=10.0, teacher=0.5, gate="auto", v_min=1.0, g_min=0.5)
-    assert untrained_loss(interaction(targets=auto), 10, 1, "zero") == (
-        pytest.approx(10 * math.log(2) + 10 * math.log(10))
-    )
+    assert loss_of_new_head(interaction(loss="cross_entropy"), 10, 1, "zero") == pytest.approx(math.log(10))
+    assert loss_of_new_head(interaction(), 10, 1, "zero") == pytest.approx(10 * math.log(2))
+    assert loss_of_new_head(interaction(), 10, 1, "prior") == pytest.approx(math.log(11) + 9 * math.log(1.1))
+    rule = auto.Rule(beta=0.9, ce=10.0, teacher=0.5, gate="auto", v_min=1.0, g_min=0.5)
+    on_top = auto.untrained_loss(imitation(values=rule), 10, 1, "zero")
+    assert on_top == pytest.approx(10 * math.log(2) + 10 * math.log(10))
+    assert auto.untrained_loss(interaction(), 10, 1, "zero") == pytest.approx(10 * math.log(2))
 
 
 def judged(accuracy, majority=10.0, images=3925, **more):

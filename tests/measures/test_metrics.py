@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import f1_score, label_ranking_average_precision_score, top_k_accuracy_score
 
-from finetune_mile.learning.phases import Threshold
 from finetune_mile.measures import metrics
 from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
 from finetune_mile.measures.scoring import measure
@@ -85,17 +84,16 @@ def test_coverage_counts_the_prediction_set_that_was_asked_for():
 
 
 def test_guards_speak_up_before_a_collapse():
-    given_labels = torch.tensor([0, 1, 2, 0])
-    rule = Threshold(rho=0.25)
-    nothing, _ = inspect_labels(rule, torch.full((4, 3), -9.0), given_labels, None)
+    given_labels = torch.eye(3)[[0, 1, 2, 0]]
+    nothing, _ = inspect_labels(torch.zeros(4, 3), given_labels, None)
     assert nothing.empty_share == 1
     assert "no pseudo-label" in guard(nothing, 3, None)[0]
-    everything, labels = inspect_labels(rule, torch.full((4, 3), 9.0), given_labels, None)
+    everything, labels = inspect_labels(torch.ones(4, 3), given_labels, None)
     assert everything.labels_per_image == 3
     assert "inflating" in guard(everything, 3, None)[0]
-    wrong = torch.full((4, 3), -9.0)
-    wrong[:, 1] = 9
-    report, _ = inspect_labels(rule, wrong, given_labels, labels)
+    wrong = torch.zeros(4, 3)
+    wrong[:, 1] = 1
+    report, _ = inspect_labels(wrong, given_labels, labels)
     assert report.given_recall == 0.25
     assert report.churn == pytest.approx(2 / 3)
     assert any("given labels" in sentence for sentence in guard(report, 10, None))

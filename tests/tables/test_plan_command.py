@@ -41,7 +41,7 @@ def test_supervised_learning_has_no_teacher():
 def test_warnings_name_the_number():
     recipe = demo("mile.warmup=0", steps=20_000, k_t=6205, k_s=7000, rho=0.002, fraction=0.01)
     text = "\n".join(warnings(recipe, count(recipe, IMAGENET)))
-    assert "k_t is 31 epochs of your 1 % split" in text
+    assert "k_t is 31 epochs of your labelled images" in text
     assert "k_s (7000) is larger than k_t (6205)" in text
     assert "the budget holds one generation" in text
     assert "rho 0.002 is near the prior 1/C = 0.001; and there is no warm-up" in text

@@ -1,4 +1,4 @@
-"""`rho: auto`: which labels a teacher may add, decided on held-out images with their given labels. Pure functions.
+"""Which labels a teacher may add, decided on held-out images with their given labels. Pure functions.
 
 N held-out images, C classes, top = the class that the teacher ranks first. docs/auto.md says why each part is there.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
-
-from finetune_mile.learning.phases import Auto
 
 FOUND_RATES = torch.linspace(0.02, 0.98, 97, dtype=torch.float64)
 CLEAR_SHARE, CLEAR_LEAST, CLEAR_MOST = 0.05, 50, 0.2  # the images that the teacher is surest of: share, number, share
@@ -34,7 +33,15 @@ class Verdict:
 
 
 def judge(
-    rule: Auto, generation: int, logits: Tensor, labels: Tensor, prior: Tensor, *, was_open: bool = False
+    logits: Tensor,
+    labels: Tensor,
+    prior: Tensor,
+    *,
+    generation: int,
+    gate: Literal["auto", "off"],
+    v_min: float,
+    g_min: float,
+    was_open: bool = False,
 ) -> Verdict:
     """Thresholds for the next imitation, and whether there is anything to find.
 
@@ -42,19 +49,21 @@ def judge(
     below: closing throws away what the student learned, so it takes evidence too.
 
     Args:
-        rule: the settings.
-        generation: goes into the verdict.
         logits: (N, C) of the teacher, in eval mode on the plain view.
         labels: (N,) given.
         prior: (C,) how often each class is given.
+        generation: goes into the verdict.
+        gate: off: it is open whatever the images say.
+        v_min: v must lie two errors above it.
+        g_min: g must lie one error above it.
         was_open: the verdict of the generation before.
     """
     v, v_error, found_rate, thresholds = lee_liu(logits, labels, prior)
     g, g_error = clear_misses(logits, labels)
-    above_chance = v * (1 - 2 * v_error) >= rule.v_min
-    something = above_chance and g + (g_error if was_open else -g_error) >= rule.g_min
+    above_chance = v * (1 - 2 * v_error) >= v_min
+    something = above_chance and g + (g_error if was_open else -g_error) >= g_min
     return Verdict(
-        generation=generation, open=rule.gate == "off" or something, v=v, v_error=v_error, g=g, g_error=g_error,
+        generation=generation, open=gate == "off" or something, v=v, v_error=v_error, g=g, g_error=g_error,
         found_rate=found_rate, labels_found=float((logits.double() > thresholds).sum(1).double().mean()),
         images=len(labels), thresholds=tuple(thresholds.tolist()),
     )  # fmt: skip
@@ -125,13 +134,14 @@ def clear_misses(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     return clear / overall, math.sqrt(clear * (1 - clear) / count) / overall
 
 
-def found_labels(rule: Auto, teacher_logits: Tensor) -> Tensor:
-    """Targets (B, C) of the found labels: between beta and 1, in the order of the teacher's outputs; 0 elsewhere.
+def labels_above(thresholds: tuple[float, ...], beta: float, teacher_logits: Tensor) -> Tensor:
+    """Labels (B, C): between beta and 1, in the order of the teacher's outputs; 0 where they are not above.
 
     Args:
-        rule: with its thresholds.
+        thresholds: (C,) on the logits.
+        beta: the least value of a label.
         teacher_logits: (B, C).
     """
     logits = teacher_logits.float()
-    found = logits > torch.tensor(rule.thresholds, device=logits.device)
-    return found * (rule.beta + (1 - rule.beta) * logits.sigmoid())
+    above = logits > torch.tensor(thresholds, device=logits.device)
+    return above * (beta + (1 - beta) * logits.sigmoid())

@@ -1,0 +1,25 @@
+"""Noisy student: an interaction, then long imitations from fresh weights, each student the next teacher."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from finetune_mile.core.schema import Amount
+from finetune_mile.learning.phases import Budget, Phase
+from finetune_mile.methods.pseudo_labels import Imitation, activation_of_loss, fresh_imitations
+
+ACTIVATION = activation_of_loss
+NEEDS = ("teacher",)
+
+
+class Block(Imitation):
+    """Interaction, then long imitations from fresh weights."""
+
+    interaction: Amount = Field(description="steps on the given labels before the first imitation")
+    generations: int = Field(ge=1)
+
+
+def phases(block: Block, budget: Budget) -> list[Phase]:
+    """One interaction, then `generations` imitations."""
+    interaction = budget.steps(block.interaction)
+    return fresh_imitations(block, budget, interaction=interaction, generations=block.generations)

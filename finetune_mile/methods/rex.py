@@ -1,0 +1,24 @@
+"""V-REx (Krueger et al. 2021): softmax training over environments with a penalty on the variance of the risks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune_mile.learning.phases import Phase
+from finetune_mile.learning.state import StepView
+from finetune_mile.methods.irm import ACTIVATION, NEEDS, Block, phases, untrained_loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["ACTIVATION", "NEEDS", "Block", "loss", "phases", "untrained_loss"]
+
+
+def loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) -> Tensor:
+    """The mean risk of the environments in the batch, and the penalty: a scalar."""
+    from finetune_mile.learning.environments import risks_and_slopes
+
+    shares, risks, _ = risks_and_slopes(logits, targets, step)
+    mean = (shares * risks).sum()
+    weight: float = phase.values
+    return mean + weight * (shares * (risks - mean).square()).sum()

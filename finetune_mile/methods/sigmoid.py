@@ -1,0 +1,11 @@
+"""Sigmoid training: binary cross-entropy on the given labels, every class a question of its own."""
+
+from __future__ import annotations
+
+from finetune_mile.learning.phases import Budget, Phase, one_interaction
+
+
+def phases(block: None, budget: Budget) -> list[Phase]:
+    """One long interaction."""
+    del block
+    return one_interaction(budget, "bce")
