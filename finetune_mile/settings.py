@@ -101,6 +101,7 @@ def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path:
     elif "steps" in over or "epochs" in over:
         merged.forget("epochs" if "steps" in over else "steps")
     _put_variant(merged)
+    _put_defaults(merged)
     recipe = validated(FullRecipe, merged, path, wrong)
     return Resolved(recipe=recipe, path=path, why=why, said_by=merged.said_by, sources=merged.sources)
 
@@ -148,6 +149,15 @@ def _put_variant(merged: Merged) -> None:
         if dotted not in merged.said_by and (not block or isinstance(merged.tree.get(block), dict)):
             put(merged.tree, dotted, value)
             merged.said_by[dotted] = f"variant {variant}"
+
+
+def _put_defaults(merged: Merged) -> None:
+    """An empty block for a method whose settings all have a default, so that the recipe shows them."""
+    method = merged.tree.get("method")
+    if method in METHODS:
+        block = get_method(method).Block
+        if block is not None and not any(field.is_required() for field in block.model_fields.values()):
+            merged.tree.setdefault(get_method(method).block, {})
 
 
 def validated(model: type[Model], merged: Merged, path: Path, wrong: list[str]) -> Model:

@@ -206,7 +206,7 @@ def _view(
         step=step, total_steps=loop.total_steps, samples=batch.samples, given=given, teacher_logits=teacher_logits,
         environment=environment, environments=loop.environments,
         class_weights=loop.class_weights, add_up=partial(accelerator.reduce, reduction="sum"),
-        gather=accelerator.gather, processes=accelerator.num_processes,
+        gather=accelerator.gather, processes=accelerator.num_processes, state=loop.state,
     )  # fmt: skip
 
 

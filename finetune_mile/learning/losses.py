@@ -20,8 +20,12 @@ def bce(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) ->
         targets: (B, C) in [0, 1].
         class_weights: (C,), or None for ones.
     """
-    per_class = F.binary_cross_entropy_with_logits(logits.float(), targets, weight=class_weights, reduction="none")
-    return per_class.sum(1).mean()
+    return bce_entries(logits, targets, class_weights).sum(1).mean()
+
+
+def bce_entries(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
+    """Binary cross-entropy of every image and class (B, C); arguments as in `bce`."""
+    return F.binary_cross_entropy_with_logits(logits.float(), targets, weight=class_weights, reduction="none")
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:

@@ -39,6 +39,7 @@ class StepView:
     add_up: Callable[[Tensor], Tensor]  # sums a tensor over the processes, without a gradient
     gather: Callable[[Tensor], Tensor]  # the rows of all processes, without a gradient
     processes: int
+    state: Any  # the method's own State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

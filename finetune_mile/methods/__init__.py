@@ -42,6 +42,9 @@ METHODS = {
     "noisy-student": "finetune_mile.methods.noisy_student",
     "self-distill": "finetune_mile.methods.self_distill",
     "distill": "finetune_mile.methods.distill",
+    "wan": "finetune_mile.methods.wan",
+    "large-loss": "finetune_mile.methods.large_loss",
+    "role": "finetune_mile.methods.role",
     "irm": "finetune_mile.methods.irm",
     "rex": "finetune_mile.methods.rex",
 }

@@ -55,6 +55,12 @@ MODES = {
     "semi-share-cycle": [*MILE, *SOFT, *TENTH, "unlabelled", *SHARE, *CYCLE],
 }
 
+MODES |= {
+    "wan": [*OTHER, "wan"],
+    "large-loss": [*OTHER, "large-loss", "--set", "large_loss.share=0.2"],
+    "role": [*OTHER, "role"],
+}
+
 DIGITS = "--data colored-mnist of digits that are drawn"
 PENALTY = ["--recipe", "ood/colored-mnist", DIGITS, "--steps", "24", "--batch-size", "16", "--lr", "0.01"]
 PENALTY += ["--set", "optimizer.name=sgd", "--set", "log_every=1", "--method"]
@@ -63,6 +69,7 @@ MODES |= {
     "rex": [*PENALTY, "rex", "--set", "rex.weight=5", "--set", "rex.anneal=8"],
 }
 
+UNDIVIDED = ("irm", "rex", "large-loss", "role")  # their loss is of the complete batch
 WHOLE = ("sigmoid", "mile-soft", "semi-share-cycle")
 
 
@@ -76,7 +83,7 @@ def play(folder):
     data = ["--data", f"colored-mnist:{digits}?side=14"]
     runs = {}
     for mode, flags in MODES.items():
-        parts = 1 + (alone and DIGITS not in flags)  # a penalty is of the whole batch
+        parts = 1 + (alone and mode not in UNDIVIDED)
         given = [word for flag in flags for word in (data if flag == DIGITS else [flag])]
         runs[mode] = ([*given, "--set", f"accumulate={parts}"], folder / mode)
     if alone:

@@ -8,9 +8,11 @@ import sys
 import pytest
 from golden import NUMBERS, numbers_of
 from idx_files import write_mnist
-from modes import DIGITS, MODES, WHOLE
+from modes import DIGITS, MODES, UNDIVIDED, WHOLE
 from safetensors.torch import load_file
 from shortcuts import ROOT, SHORT_MILE
+
+from finetune_mile.methods import METHODS
 
 # One process that computes a batch in two parts adds up in the order of two processes: nothing differs but the batches
 # in which a pool is labelled. That is safe for hard labels too, where a last bit may become a whole label.
@@ -42,6 +44,11 @@ def played(tmp_path_factory):
     return base / "1", base / "2"
 
 
+def test_every_method_is_among_the_modes():
+    named = {flags[flags.index("--method") + 1] for flags in MODES.values() if "--method" in flags}
+    assert named | {"mile", "auto"} == set(METHODS), "a new method is added to tests/commands/modes.py"
+
+
 def test_golden_losses_and_scores(played):
     """A change that should move a number writes them anew: `python -m tests.golden numbers`."""
     expected = json.loads(NUMBERS.read_text())
@@ -56,7 +63,7 @@ def test_golden_losses_and_scores(played):
 def test_two_processes_equal_one_in_every_mode(played):
     one, two = played
     moved = {mode: distance(one / mode, two / mode) for mode in MODES}
-    bounds = {mode: OTHER_ORDER if DIGITS in flags else SAME_ORDER for mode, flags in MODES.items()}
+    bounds = {mode: OTHER_ORDER if mode in UNDIVIDED else SAME_ORDER for mode in MODES}
     assert {mode: by for mode, by in moved.items() if by > bounds[mode]} == {}
     assert {mode: by for mode in WHOLE if (by := distance(one / "whole" / mode, two / mode)) > OTHER_ORDER} == {}
     assert distance(one / "semi-all", one / "semi-unlabelled") > 1e-4, "other samples would be seen"

@@ -189,6 +189,7 @@ def test_the_softmax_term_is_the_given_label_and_the_teacher():
     step = StepView(
         step=0, total_steps=1, samples=torch.arange(2), given=given, teacher_logits=teacher, environment=None,
         environments=0, class_weights=None, add_up=None, gather=None, processes=1,
+        state=None,
     )  # fmt: skip
     ranks = 0.5 * teacher.softmax(1) + 0.5 * given
     expected = bce(logits, targets) - 3.0 * (ranks * logits.log_softmax(1)).sum() / 2

@@ -29,7 +29,7 @@ def penalised(kind, logits, targets, environment, *, add_up=None, weight=7.0):
     step = StepView(
         step=0, total_steps=1, samples=torch.arange(len(logits)), given=targets, teacher_logits=None,
         environment=environment, environments=3, class_weights=None, add_up=add_up, gather=None,
-        processes=1 if add_up is None else 2,
+        processes=1 if add_up is None else 2, state=None,
     )  # fmt: skip
     phase = Phase(
         name="interaction", generation=0, steps=1, start="student", becomes=("student",), loss="cross_entropy",
