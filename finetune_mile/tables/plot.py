@@ -7,6 +7,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.tables.cells import layered
+from finetune_mile.tables.formats import csv_text
 from finetune_mile.tables.ledger import BlockLedger, Ledger
 
 if TYPE_CHECKING:
@@ -18,12 +19,12 @@ INK, PALE = "#333333", "#e4e4e4"
 PER_LINE = 4  # panels side by side
 
 
-def plotted_hash(text: str) -> str:
-    """What the picture was drawn from, kept inside it: the hash of ledger.csv."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def plotted_hash(ledger: Ledger) -> str:
+    """Hash of the numbers that a picture was drawn from (the ledger as CSV). The picture carries it."""
+    return hashlib.sha256(csv_text(ledger).encode()).hexdigest()[:16]
 
 
-def draw(ledger: Ledger, csv: str) -> bytes | None:
+def draw(ledger: Ledger) -> bytes | None:
     """The picture as PNG; None where nothing was run and the paper says nothing."""
     from matplotlib.figure import Figure
 
@@ -42,7 +43,7 @@ def draw(ledger: Ledger, csv: str) -> bytes | None:
         else:
             _panels(part, block)
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=110, metadata={"Description": plotted_hash(csv), "Software": None})
+    figure.savefig(stream, format="png", dpi=110, metadata={"Description": plotted_hash(ledger), "Software": None})
     return stream.getvalue()
 
 

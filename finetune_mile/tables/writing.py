@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from finetune_mile.core.files import whole_file, write_json
+from finetune_mile.core.problems import Problem
 from finetune_mile.display import wide_console
 from finetune_mile.tables import formats
-from finetune_mile.tables.description import Table, find_table, read_table
+from finetune_mile.tables.description import Table
 from finetune_mile.tables.ledger import Ledger, make_ledger
 from finetune_mile.tables.plot import draw
-from finetune_mile.tables.quick import quick_table
 from finetune_mile.tables.records import Record, read_records, records_of, write_records
 from finetune_mile.tables.states import State
 
-TEXTS = ("ledger.md", "ledger.csv", "ledger.tex", "ledger.html")
+EXTRA = {"html": "ledger.html", "csv": "ledger.csv", "latex": "ledger.tex"}  # written on demand: `--format`
 
 
 def write_ledger(
@@ -35,36 +34,46 @@ def write_ledger(
     folder.mkdir(parents=True, exist_ok=True)
     write_records(folder / "runs.jsonl", records)
     write_json(folder / "prices.json", {"table": Path(name).stem, "quick": quick, "cells": known, "recipes": of})
-    plot = draw(ledger, formats.csv_text(ledger))
+    plot = draw(ledger)
     if plot is None:
         (folder / "plot.png").unlink(missing_ok=True)
     else:
         with whole_file(folder / "plot.png") as part:
             part.write_bytes(plot)
-    for name_, text in texts(ledger, plot).items():
-        with whole_file(folder / name_) as part:
-            part.write_text(text, encoding="utf-8")
+    _write(folder / "ledger.md", formats.markdown(ledger, plot=plot is not None))
     console = wide_console()
     console.print(formats.terminal(ledger))
-    console.print(f"{folder / 'ledger.md'}, .csv, .tex, .html, plot.png", soft_wrap=True)
+    console.print(f"{folder / 'ledger.md'}, plot.png, runs.jsonl", soft_wrap=True)
     return ledger
 
 
-def texts(ledger: Ledger, plot: bytes | None) -> dict[str, str]:
-    """The texts of a ledger by file name."""
-    page = formats.markdown(ledger, plot=plot is not None)
-    made = (page, formats.csv_text(ledger), formats.latex(ledger), formats.html(ledger, plot))
-    return dict(zip(TEXTS, made, strict=True))
-
-
-def recompute(folder: Path) -> tuple[Ledger, list[Record], dict[str, str]]:
-    """A ledger's folder computed anew from its runs.jsonl, prices.json, picture and the table's description."""
-    head: dict[str, Any] = json.loads((folder / "prices.json").read_text(encoding="utf-8"))
-    table = read_table(find_table(head["table"]))
-    records = read_records(folder / "runs.jsonl")
-    ledger = make_ledger(quick_table(table) if head["quick"] else table, records, head["cells"])
+def write_extra(folder: Path, table: Table, names: Sequence[str]) -> list[Path]:
+    """Write a ledger in other formats (keys of `EXTRA`), from the runs.jsonl that is in its folder."""
+    ledger, _ = read_ledger(folder, table)
     plot = folder / "plot.png"
-    return ledger, records, texts(ledger, plot.read_bytes() if plot.is_file() else None)
+    for name in names:
+        if name == "html":
+            text = formats.html(ledger, plot.read_bytes() if plot.is_file() else None)
+        else:
+            text = formats.csv_text(ledger) if name == "csv" else formats.latex(ledger)
+        _write(folder / EXTRA[name], text)
+    return [folder / EXTRA[name] for name in names]
+
+
+def read_ledger(folder: Path, table: Table) -> tuple[Ledger, list[Record]]:
+    """Compute a ledger from the runs.jsonl and prices.json of its folder."""
+    path = folder / "runs.jsonl"
+    if not path.is_file():
+        raise Problem(f"{path}: not found. `finetune-mile table NAME` writes it; --out DIR names another folder.")
+    prices = folder / "prices.json"
+    cells = json.loads(prices.read_text(encoding="utf-8"))["cells"] if prices.is_file() else {}
+    records = read_records(path)
+    return make_ledger(table, records, cells), records
+
+
+def _write(path: Path, text: str) -> None:
+    with whole_file(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def _prices(folder: Path, recipes: Mapping[str, str]) -> dict[str, str]:

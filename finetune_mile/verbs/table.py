@@ -25,6 +25,7 @@ EPILOG = """examples:
   finetune-mile table ssl --dry-run                        every cell: state, command, settings and their sources
   finetune-mile table mini-ssl --quick                     run the short form, write docs/tables/mini-ssl-quick
   finetune-mile table ssl --commands slurm > ssl.sh        the missing runs as SLURM arrays
+  finetune-mile table ssl --format html --format latex     the ledger that is there, as other files
   finetune-mile table ssl --only fine-tuning/byol --launch "accelerate launch --num_processes 8"
 """
 
@@ -55,6 +56,8 @@ def build_parser() -> Parser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                         help="a setting for every run, such as data=folder:photos")  # fmt: skip
     parser.add_argument("--ledger-only", action="store_true", help="run nothing, write the ledger from what is there")
+    parser.add_argument("--format", action="append", choices=("html", "csv", "latex"), default=[],
+                        help="run nothing, write the ledger that is there in this format; may be repeated")  # fmt: skip
     parser.add_argument("--no-prices", action="store_true", help="do not estimate what missing cells would cost here")
     return parser
 
@@ -66,6 +69,13 @@ def main(argv: list[str]) -> int:
     table = read_table(path)
     if options.quick:
         table = quick_table(table)
+    folder = options.out or Path("docs/tables") / (path.stem + ("-quick" if options.quick else ""))
+    if options.format:
+        from finetune_mile.tables.writing import write_extra
+
+        for file in write_extra(folder, table, options.format):
+            sys.stdout.write(f"{file}\n")
+        return 0
     runs = options.runs or Path(table.runs)
     jobs = make_jobs(table, runs, settings_of(options.sets))
     meanings = resolve_all(jobs)
@@ -92,7 +102,6 @@ def main(argv: list[str]) -> int:
         states = look(jobs, meanings, runs)
     from finetune_mile.tables.writing import write_ledger
 
-    folder = options.out or Path("docs/tables") / (path.stem + ("-quick" if options.quick else ""))
     write_ledger(folder, options.name, table, states, quick=options.quick, prices=not options.no_prices)
     return code
 

@@ -65,7 +65,7 @@ def test_a_bar_on_each_seed_and_one_on_two_measures(tmp_path):
 )
 def test_every_kind_of_picture_is_drawn_and_differs(tmp_path, changes):
     ledger = make_ledger(read(tmp_path, **changes), runs(), {})
-    picture = matplotlib.image.imread(io.BytesIO(draw(ledger, "csv")))
+    picture = matplotlib.image.imread(io.BytesIO(draw(ledger)))
     inside = picture[40:-10, 40:-10, :3]
     assert picture.shape[1] == 1430
     colours = {tuple(c) for c in (inside.reshape(-1, 3) * 255).round().astype(int)[::7].tolist()}
