@@ -14,7 +14,7 @@ from typing import Literal
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.tables.description import Bar, Block, Table
-from finetune_mile.tables.records import Record
+from finetune_mile.tables.states import Record
 
 Verdict = Literal["within noise", "higher", "lower", "one seed", "not run", ""]
 # The 97.5 % points of Student's t for 1, 2, ... degrees of freedom.

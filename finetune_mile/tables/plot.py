@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.tables.cells import layered
-from finetune_mile.tables.formats import csv_text
 from finetune_mile.tables.ledger import BlockLedger, Ledger
 
 if TYPE_CHECKING:
@@ -20,13 +18,8 @@ COUNT_OF_COLOURS = 128  # of the file
 PER_LINE = 4  # panels side by side
 
 
-def plotted_hash(ledger: Ledger) -> str:
-    """Hash of the numbers that a picture was drawn from (the ledger as CSV). The picture carries it."""
-    return hashlib.sha256(csv_text(ledger).encode()).hexdigest()[:16]
-
-
-def draw(ledger: Ledger) -> bytes | None:
-    """The picture as PNG; None where nothing was run and the paper says nothing."""
+def draw(ledger: Ledger, description: str) -> bytes | None:
+    """The picture as PNG that carries `description`; None where nothing was run and the paper says nothing."""
     from matplotlib.figure import Figure
 
     blocks = [b for b in ledger.blocks if b.block.measures and _has_numbers(b)]
@@ -45,7 +38,7 @@ def draw(ledger: Ledger) -> bytes | None:
             _panels(part, block)
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=110)
-    return _with_palette(stream, plotted_hash(ledger))
+    return _with_palette(stream, description)
 
 
 def _with_palette(stream: io.BytesIO, description: str) -> bytes:

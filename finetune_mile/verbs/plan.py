@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from finetune_mile.core.problems import Problem
 from finetune_mile.flags import Parser, given_settings, parse
 from finetune_mile.settings import Resolved
-from finetune_mile.tables.resolving import resolve_anywhere
+from finetune_mile.tables.cells import resolve_anywhere
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 def describe(resolved: Resolved, offer: Offer, known: bool) -> str:
     """An offer as lines for a reader."""
     from finetune_mile.pricing.timing import device_words
-    from finetune_mile.tables.sheets import duration
+    from finetune_mile.tables.writing import duration
 
     recipe, counts, found = offer.recipe, offer.counts, offer.estimate
     scene, seconds = offer.scene, found.seconds
@@ -144,10 +144,8 @@ def plan_table(options: argparse.Namespace, sets: list[str]) -> int:
     from rich.console import Console
 
     from finetune_mile.display import wide_console
-    from finetune_mile.tables.cells import make_jobs
-    from finetune_mile.tables.description import find_table, read_table
-    from finetune_mile.tables.quick import quick_table
-    from finetune_mile.tables.resolving import resolve_all
+    from finetune_mile.tables.cells import make_jobs, resolve_all
+    from finetune_mile.tables.description import find_table, quick_table, read_table
     from finetune_mile.tables.states import look
     from finetune_mile.verbs.table import settings_of
 
@@ -181,7 +179,7 @@ def table_of(title: str, offers: dict[str, Offer | str], seeds: dict[str, int], 
     """One line a cell."""
     from rich.table import Table as RichTable
 
-    from finetune_mile.tables.sheets import duration
+    from finetune_mile.tables.writing import duration
 
     shown = RichTable(
         "cell", "runs", "missing", "steps", "epochs", "generations", "teacher", "disk", "memory", "a run",
@@ -209,7 +207,7 @@ def _millions(images: int) -> str:
 def sums(offers: dict[str, Offer | str], seeds: dict[str, int], missing: dict[str, int]) -> list[str]:
     """Totals over cells and seeds, and the warnings of all cells, each once."""
     from finetune_mile.pricing.timing import NOTHING, device_words
-    from finetune_mile.tables.sheets import duration
+    from finetune_mile.tables.writing import duration
 
     priced = {cell: offer for cell, offer in offers.items() if not isinstance(offer, str)}
     lines = []

@@ -13,12 +13,9 @@ from finetune_mile.core.files import locked
 from finetune_mile.core.problems import Problem
 from finetune_mile.flags import Parser
 from finetune_mile.settings import set_value
-from finetune_mile.tables.cells import LAUNCH, Job, make_jobs, pick
-from finetune_mile.tables.description import find_table, read_table
-from finetune_mile.tables.listing import dry_run, shell_lines, slurm_script
-from finetune_mile.tables.quick import quick_table
-from finetune_mile.tables.resolving import resolve_all
-from finetune_mile.tables.running import Order, order_for
+from finetune_mile.tables.cells import LAUNCH, Job, make_jobs, pick, resolve_all
+from finetune_mile.tables.description import find_table, quick_table, read_table
+from finetune_mile.tables.running import Order, dry_run, order_for, shell_lines, slurm_script
 from finetune_mile.tables.states import State, look
 
 EPILOG = """examples:
@@ -142,7 +139,7 @@ def report_stale(states: Sequence[State], again: bool) -> None:
 
 def run(jobs: Sequence[Job], orders: Sequence[Order], runs: Path, parallel: int | None) -> int:
     """Run what is missing; the exit code."""
-    from finetune_mile.tables.progress import run_with_progress
+    from finetune_mile.tables.running import run_with_progress
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if parallel is not None and parallel < 1:

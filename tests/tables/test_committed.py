@@ -9,15 +9,10 @@ import pytest
 from PIL import Image
 from shortcuts import ROOT
 
-from finetune_mile.tables.cells import make_jobs
-from finetune_mile.tables.description import find_table, read_table
-from finetune_mile.tables.formats import markdown
-from finetune_mile.tables.plot import plotted_hash
-from finetune_mile.tables.quick import quick_table
-from finetune_mile.tables.records import records_of
-from finetune_mile.tables.resolving import resolve_all
-from finetune_mile.tables.states import look
-from finetune_mile.tables.writing import read_ledger
+from finetune_mile.tables.cells import make_jobs, resolve_all
+from finetune_mile.tables.description import find_table, quick_table, read_table
+from finetune_mile.tables.states import look, records_of
+from finetune_mile.tables.writing import markdown, plotted_hash, read_ledger
 
 LEDGERS = sorted(p.parent for p in (ROOT / "docs/tables").glob("*/runs.jsonl"))
 TABLES = sorted((ROOT / "recipes/tables").glob("*.yaml"))

@@ -7,14 +7,11 @@ import pytest
 import yaml
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.tables.cells import make_jobs
-from finetune_mile.tables.description import find_table, read_table
+from finetune_mile.tables.cells import make_jobs, resolve_all
+from finetune_mile.tables.description import find_table, quick_table, read_table
 from finetune_mile.tables.ledger import make_ledger
-from finetune_mile.tables.listing import dry_run
-from finetune_mile.tables.quick import quick_table
-from finetune_mile.tables.records import Record
-from finetune_mile.tables.resolving import resolve_all
-from finetune_mile.tables.states import look
+from finetune_mile.tables.running import dry_run
+from finetune_mile.tables.states import Record, look
 
 TABLE = {
     "title": "T", "runs": "runs/t", "seeds": [0, 1], "settings": {"recipe": "demo"},

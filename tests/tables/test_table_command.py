@@ -9,9 +9,8 @@ from tiny import write_tiny
 
 from finetune_mile.cli import main
 from finetune_mile.tables.description import read_table
-from finetune_mile.tables.plot import plotted_hash
-from finetune_mile.tables.records import read_records
-from finetune_mile.tables.writing import read_ledger
+from finetune_mile.tables.states import read_records
+from finetune_mile.tables.writing import plotted_hash, read_ledger
 
 
 @pytest.fixture(scope="module")
