@@ -183,7 +183,7 @@ def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]
     for pair in sets:
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
-        if not equals:
+        if not (equals and key):
             wrong.append(f"--set {pair}: write KEY=VALUE, for example --set optimizer.momentum=0.8")
             continue
         try:

@@ -8,8 +8,9 @@ import importlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -100,27 +101,18 @@ def yaml_value(value: Any) -> str:
 # ------------------------------------------------------------------------------------------- settings
 
 
-def flatten(tree: Settings, prefix: str = "") -> dict[str, Any]:
-    """Nested settings with dotted keys; a flag's name becomes the key that it writes (`lr`: `optimizer.lr`)."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}".replace("-", "_")
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{name}.")
-        else:
-            flat[FLAG_PATHS.get(name, name)] = value
-    return flat
-
-
 def layered(*layers: Settings) -> dict[str, Any]:
-    """Settings on top of each other, the last one on top; steps and epochs replace each other, as do all rhos."""
-    found: dict[str, Any] = {}
+    """Settings on top of each other, with dotted keys, the last one on top.
+
+    A flag's name becomes the key that it writes (`lr`: `optimizer.lr`). Steps and epochs replace each other, as do all
+    rhos.
+    """
+    merged: dict[str, Any] = {}
     for layer in layers:
-        for key, value in flatten(layer).items():
-            for other in [k for k in found if k != key and _same_place(k, key)]:
-                del found[other]
-            found[key] = value
-    return found
+        for name, value in flat(layer).items():
+            key = FLAG_PATHS.get(name.replace("-", "_"), name.replace("-", "_"))
+            merged = {k: v for k, v in merged.items() if k == key or not _same_place(k, key)} | {key: value}
+    return merged
 
 
 def _same_place(a: str, b: str) -> bool:
@@ -193,24 +185,18 @@ def _needed(table: Table, block: Block, key: Key, name: str, where: str, known: 
 def in_order(jobs: Iterable[Job]) -> list[Job]:
     """Prerequisites first, else in the order of the description; a circle of needs is an error."""
     by_key = {job.key: job for job in jobs}
-    done: dict[Key, Job] = {}
-    open_: list[Key] = []
+    try:
+        TopologicalSorter({key: job.needs.values() for key, job in by_key.items()}).prepare()
+    except CycleError as error:
+        circle = " -> ".join(key.cell for key in reversed(error.args[1]))
+        raise Problem(f"needs: these wait for each other: {circle}") from error
 
-    def visit(key: Key) -> None:
-        if key in done:
-            return
-        if key in open_:
-            circle = " -> ".join(k.cell for k in [*open_[open_.index(key) :], key])
-            raise Problem(f"needs: these wait for each other: {circle}")
-        open_.append(key)
+    def chain(key: Key) -> Iterator[Key]:
         for need in by_key[key].needs.values():
-            visit(need)
-        open_.pop()
-        done[key] = by_key[key]
+            yield from chain(need)
+        yield key
 
-    for key in by_key:
-        visit(key)
-    return list(done.values())
+    return [by_key[key] for key in dict.fromkeys(k for key in by_key for k in chain(key))]
 
 
 def pick(jobs: Sequence[Job], only: Sequence[str], seeds: Sequence[int] | None) -> list[Job]:
@@ -229,12 +215,9 @@ def pick(jobs: Sequence[Job], only: Sequence[str], seeds: Sequence[int] | None) 
         for key in by_key
         if (not only or any(_matches(key, name) for name in only)) and (seeds is None or key.seed in seeds)
     }
-    todo = list(wanted)
-    while todo:
-        for need in by_key[todo.pop()].needs.values():
-            if need not in wanted:
-                wanted.add(need)
-                todo.append(need)
+    for job in reversed(jobs):  # prerequisites come first in `jobs`
+        if job.key in wanted:
+            wanted.update(job.needs.values())
     return [job for job in jobs if job.key in wanted]
 
 

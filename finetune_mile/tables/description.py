@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,11 +64,8 @@ class Bar(Part):
     def bounds(self) -> tuple[float, float]:
         """The lowest and the highest value that meets it."""
         low, high = self.between or (float("-inf"), float("inf"))
-        return max(low, self._or(self.at_least, low)), min(high, self._or(self.at_most, high))
-
-    @staticmethod
-    def _or(value: float | None, other: float) -> float:
-        return other if value is None else value
+        low = low if self.at_least is None else max(low, self.at_least)
+        return low, high if self.at_most is None else min(high, self.at_most)
 
 
 class Heatmap(Part):
@@ -234,13 +232,8 @@ def wrong_with(table: Table) -> list[str]:
         if name not in names:
             wrong.append(f"quick: there is no block {name}{_near(name, names)}")
             continue
-        block = table.block(name)
-        wrong += [f"quick {name}: {_missing('row', r, block.rows)}" for r in part.rows or () if r not in block.rows]
-        wrong += [
-            f"quick {name}: {_missing('column', c, block.columns)}"
-            for c in part.columns or ()
-            if c not in block.columns
-        ]
+        wrong += _missing(f"quick {name}", "row", part.rows or (), table.block(name).rows)
+        wrong += _missing(f"quick {name}", "column", part.columns or (), table.block(name).columns)
     return wrong
 
 
@@ -251,68 +244,56 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
     for kind, names in (("block", [block.name]), ("row", block.rows), ("column", block.shown_columns)):
         wrong += [f"{kind} {n}: a name must not hold a slash" for n in names if "/" in n]
     for name, row in block.rows.items():
-        wrong += [
-            f"row {name}: only: {_missing('column', c, block.columns)}"
-            for c in row.only or ()
-            if c not in block.columns
-        ]
+        wrong += _missing(f"row {name}: only", "column", row.only or (), block.columns)
         wrong += [
             f"row {name}: needs {what}: there is no row {where}; write ROW, BLOCK/ROW or BLOCK/ROW/COLUMN"
             for what, where in row.needs.items()
             if table.find_need(where, block) is None
         ]
     for name, parts in block.means.items():
-        wrong += [f"means {name}: {_missing('column', c, block.columns)}" for c in parts if c not in block.columns]
+        wrong += _missing(f"means {name}", "column", parts, block.columns)
         if name in block.columns or not parts:
             wrong.append(f"means {name}: must name some columns, and be no column itself")
+    wrong += _missing("paper", "row", block.paper, block.rows)
     for name, columns in block.paper.items():
-        if name not in block.rows:
-            wrong.append(f"paper: {_missing('row', name, block.rows)}")
-        for column, numbers in columns.items():
-            if column not in block.shown_columns:
-                wrong.append(f"paper {name}: {_missing('column', column, block.shown_columns)}")
-            wrong += [
-                f"paper {name}: {_missing('measure', m, block.measures)}" for m in numbers if m not in block.measures
-            ]
-    pairs = [(r, "differences") for pair in block.differences for r in pair]
-    pairs += [(r, "bars") for bar in block.bars for r in bar.rows or (bar.row,) if r is not None]
-    wrong += [f"{where}: {_missing('row', row, block.rows)}" for row, where in pairs if table.find(row, block) is None]
+        wrong += _missing(f"paper {name}", "column", columns, block.shown_columns)
+        wrong += _missing(f"paper {name}", "measure", {m for ms in columns.values() for m in ms}, block.measures)
+    pairs = [r for pair in block.differences for r in pair if table.find(r, block) is None]
+    wrong += _missing("differences", "row", pairs, block.rows)
     for bar in block.bars:
-        if bar.column not in block.shown_columns:
-            wrong.append(f"bars: {_missing('column', bar.column, block.shown_columns)}")
-        else:
-            wrong += [f"bars: row {r} has no column {bar.column!r}" for r in _rows_without(table, block, bar)]
-        wrong += [
-            f"bars: {_missing('measure', m, block.measures)}"
-            for m in (bar.measure, bar.against)
-            if m is not None and m not in block.measures
-        ]
-    drawn = [("heatmap", m) for m in (block.heatmap.measures if block.heatmap else ())]
-    if block.curve is not None:
-        drawn += [("curve", m) for m in (block.curve.x, block.curve.y, block.curve.rivals_y) if m is not None]
-        named = (*(block.curve.rows or ()), *block.curve.rivals)
-        wrong += [f"curve: {_missing('row', r, block.rows)}" for r in named if r not in block.rows]
-    wrong += [f"{where}: {_missing('measure', m, block.measures)}" for where, m in drawn if m not in block.measures]
-    return wrong
+        unknown = [r for r in bar.rows or (bar.row or "",) if table.find(r, block) is None]
+        wrong += _missing("bars", "row", unknown, block.rows)
+        wrong += _missing("bars", "column", [bar.column], block.shown_columns)
+        wrong += [f"bars: row {r} has no column {bar.column!r}" for r in _rows_without(table, block, bar)]
+        wrong += _missing("bars", "measure", [bar.measure, bar.against or bar.measure], block.measures)
+    if block.heatmap is not None:
+        wrong += _missing("heatmap", "measure", block.heatmap.measures, block.measures)
+    if (curve := block.curve) is not None:
+        wrong += _missing("curve", "row", (*(curve.rows or ()), *curve.rivals), block.rows)
+        wrong += _missing("curve", "measure", [curve.x, curve.y, curve.rivals_y or curve.y], block.measures)
+    return list(dict.fromkeys(wrong))
 
 
 def _rows_without(table: Table, block: Block, bar: Bar) -> list[str]:
     """Rows of a bar that its column does not have; another block's only column stands for any."""
-    found = []
+    if bar.column not in block.shown_columns:
+        return []
+    without = []
     for reference in bar.rows or (bar.row or "",):
         place = table.find(reference, block)
         columns = [bar.column] if place is None else place[0].shown_columns_of(place[1])
         elsewhere = place is not None and place[0].name != block.name
         if columns and bar.column not in columns and not (elsewhere and len(columns) == 1):
-            found.append(reference)
-    return found
+            without.append(reference)
+    return without
 
 
-def _missing(kind: Kind, name: str, names: Any) -> str:
-    return f"there is no {kind} {name!r}{_near(name, list(names))}"
+def _missing(where: str, kind: Kind, used: Iterable[str], names: Collection[str]) -> list[str]:
+    """A sentence for each used name that is not among the names."""
+    return [f"{where}: there is no {kind} {name!r}{_near(name, names)}" for name in used if name not in names]
 
 
-def _near(name: str, names: list[str]) -> str:
+def _near(name: str, names: Collection[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(map(repr, names)) or 'none'}"
 
@@ -344,16 +325,14 @@ def quick_table(table: Table) -> Table:
 
 def _add_needed(table: Table, wanted: dict[str, set[str]]) -> None:
     """Add the rows that wanted rows need, and those that these need."""
-    todo = [(name, row) for name, rows in wanted.items() for row in rows]
-    while todo:
-        name, row = todo.pop()
-        block = table.block(name)
+    todo = [(table.block(name), row) for name, rows in wanted.items() for row in rows]
+    for block, row in todo:  # it grows
         for reference in block.rows[row].needs.values():
-            found = table.find_need(reference, block)
-            assert found is not None  # checked when it was read
-            if found[1] not in wanted.setdefault(found[0].name, set()):
-                wanted[found[0].name].add(found[1])
-                todo.append((found[0].name, found[1]))
+            need = table.find_need(reference, block)
+            assert need is not None  # checked when it was read
+            if need[1] not in wanted.setdefault(need[0].name, set()):
+                wanted[need[0].name].add(need[1])
+                todo.append(need[:2])
 
 
 def _shrink(table: Table, block: Block, part: QuickBlock | None, rows: set[str], shown: set[str]) -> Block:

@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune_mile.core.problems import Problem
+from finetune_mile.tables.cells import Key
 from finetune_mile.tables.description import Bar, Block, Table
 from finetune_mile.tables.states import Record
 
 Verdict = Literal["within noise", "higher", "lower", "one seed", "not run", ""]
-# The 97.5 % points of Student's t for 1, 2, ... degrees of freedom.
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,10 +163,10 @@ class Ledger:
 
 def noise(ours: Spread) -> float:
     """How far a single other draw may lie from our mean by chance (95 %)."""
+    from scipy.stats import t
+
     assert ours.sd is not None
-    free = ours.n - 1
-    t = STUDENT[free - 1] if free <= len(STUDENT) else 1.96 + 2.4 / free
-    return t * ours.sd * math.sqrt(1 + 1 / ours.n)
+    return float(t.ppf(0.975, ours.n - 1)) * ours.sd * math.sqrt(1 + 1 / ours.n)
 
 
 def short_commit(commit: str | None) -> str:
@@ -250,7 +249,7 @@ def _block(table: Table, block: Block, done: Grid, others: Grid, prices: Mapping
             cells.append(
                 Cell(
                     row=row, column=column, seeds=len(table.seeds_of(block, row)), runs=_sorted(runs),
-                    others=_sorted(others.get(place, {})), price=prices.get(words(*place), ""),
+                    others=_sorted(others.get(place, {})), price=prices.get(Key(*place, 0).cell, ""),
                     numbers={
                         name: Number(measure=name, ours=_spread(runs, key), paper=paper.get(name))
                         for name, key in block.measures.items()
@@ -269,11 +268,6 @@ def _block(table: Table, block: Block, done: Grid, others: Grid, prices: Mapping
         bars=tuple(_checked(table, block, bar, done) for bar in block.bars),
         constants={name: _constant(block, key, done) for name, key in block.constants.items()},
     )  # fmt: skip
-
-
-def words(block: str, row: str, column: str) -> str:
-    """A cell's name."""
-    return " / ".join(part for part in (block, row, column) if part)
 
 
 def _sorted(runs: Mapping[int, Record]) -> tuple[Record, ...]:

@@ -86,22 +86,19 @@ def differences(job: Job, meaning: Meaning, runs: Path) -> list[str]:
     if not meaning.data_here and now.get("data") == NO_IMAGENET:
         now.pop("data")  # ImageNet was there when it was run
     aside = [key for key in ASIDE if key != "seed"]
-    found = []
-    for key, value in now.items():
-        if key in aside or (value is None and (key not in was or job.verb != "run")):
-            continue
-        if _same(was.get(key), value, runs):
-            continue
-        found.append(f"{key} was {was.get(key)}, is {value}")
-    return found
+    return [
+        f"{key} was {was.get(key)}, is {value}"
+        for key, value in now.items()
+        if key not in aside
+        and (value is not None or (key in was and job.verb == "run"))
+        and not _same(was.get(key), value, runs)
+    ]
 
 
 def _same(a: Any, b: Any, runs: Path) -> bool:
     if isinstance(a, str) and isinstance(b, str):
-        return a == b or _below(a, runs) == _below(b, runs)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return list(a) == list(b)
-    return bool(a == b)
+        return _below(a, runs) == _below(b, runs)
+    return bool(a == b) or (isinstance(a, list | tuple) and isinstance(b, list | tuple) and list(a) == list(b))
 
 
 def _below(text: str, runs: Path) -> str:
@@ -147,20 +144,17 @@ class Record:
         return Key(self.block, self.row, self.column, self.seed)
 
 
-def record_of(state: State) -> Record:
-    """A looked-at run folder as a line; only a done run has results."""
-    key, info, done = state.job.key, state.info, state.status == "done"
-    return Record(
-        block=key.block, row=key.row, column=key.column, seed=key.seed, status=state.status,
-        recipe=state.meaning.hash, results=dict(state.results) if done else {}, seconds=info.get("seconds"),
-        device=info.get("device"), threads=info.get("threads"), commit=info.get("git"),
-        why=state.why,
-    )  # fmt: skip
-
-
 def records_of(states: Iterable[State]) -> list[Record]:
-    """A line for each run that was begun."""
-    return [record_of(s) for s in states if s.status != "not run"]
+    """A line for each run that was begun; only a done run has results."""
+    return [
+        Record(
+            **s.job.key._asdict(), status=s.status, recipe=s.meaning.hash, why=s.why,
+            results=dict(s.results) if s.status == "done" else {}, seconds=s.info.get("seconds"),
+            device=s.info.get("device"), threads=s.info.get("threads"), commit=s.info.get("git"),
+        )
+        for s in states
+        if s.status != "not run"
+    ]  # fmt: skip
 
 
 def write_records(path: Path, records: Iterable[Record]) -> None:

@@ -87,7 +87,7 @@ def section(ledger: BlockLedger) -> Section:
     ]
     return Section(
         title=block.name, about=" ".join(block.about.split()),
-        sheets=tuple(s for s in sheets if s is not None and s.rows), notes=tuple(notes),
+        sheets=tuple(s for s in sheets if s.rows), notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _ours(ledger: BlockLedger, cell: Cell | None, measure: str) -> str:
     return spread(cell.numbers[measure].ours, decimals(ledger, measure))
 
 
-def against_paper(ledger: BlockLedger) -> Sheet | None:
+def against_paper(ledger: BlockLedger) -> Sheet:
     """Every number that the paper prints, beside ours."""
     rows = []
     for cell in ledger.cells:
@@ -163,7 +163,7 @@ def against_paper(ledger: BlockLedger) -> Sheet | None:
     return Sheet(caption="Against the paper", head=head, rows=tuple(rows), names=3)
 
 
-def differences(ledger: BlockLedger) -> Sheet | None:
+def differences(ledger: BlockLedger) -> Sheet:
     """Paired by seed: mean ± sd, and in how many seeds it is above zero."""
     measures = list(ledger.block.measures)
     grid: dict[tuple[str, str, str], dict[str, Difference]] = {}
@@ -186,7 +186,7 @@ def paired(difference: Difference, places: int) -> str:
     return f"{found.mean:+.{places}f}{sd} ({difference.up}/{found.n})"
 
 
-def bars(ledger: BlockLedger) -> Sheet | None:
+def bars(ledger: BlockLedger) -> Sheet:
     """What was asked for, and whether it is so."""
     rows = []
     for checked in ledger.bars:
@@ -218,7 +218,7 @@ def wanted(checked: CheckedBar) -> str:
     return ", ".join(parts)
 
 
-def constants(ledger: BlockLedger) -> Sheet | None:
+def constants(ledger: BlockLedger) -> Sheet:
     """What a constant prediction reaches, in each column."""
     columns = list(ledger.block.shown_columns)
     rows = [

@@ -34,6 +34,8 @@ def build_parser() -> Parser:
     parser.add_argument("--table", metavar="NAME", help="a table below recipes/tables/, or a file")
     parser.add_argument("--quick", action="store_true", help="with --table: its short form")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="with --table: where its run folders are")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+                        help="a setting of the recipe, or of every run of the table")  # fmt: skip
     return parser
 
 
@@ -41,14 +43,13 @@ def main(argv: list[str]) -> int:
     """0 fine, 2 the command or its input was wrong."""
     options, rest = build_parser().parse_known_args(argv)
     if options.table is not None:
-        sets = [word for flag, word in zip(rest[::2], rest[1::2], strict=False) if flag == "--set"]
-        if len(rest) != 2 * len(sets):
-            raise Problem(f"{rest[0]}: with --table only --quick, --runs and --set KEY=VALUE are understood")
-        return plan_table(options, sets)
+        if rest:
+            raise Problem(f"{rest[0]}: not available with --table. Use --quick, --runs DIR or --set KEY=VALUE.")
+        return plan_table(options)
     if options.quick or options.runs:
         raise Problem("--quick and --runs belong to --table NAME")
     given = parse(rest)
-    resolved, known = resolve_anywhere(given_settings(given), given.sets)
+    resolved, known = resolve_anywhere(given_settings(given), options.sets)
     from finetune_mile import devices
     from finetune_mile.pricing.making import make_offer
 
@@ -139,7 +140,7 @@ def size_words(count: float) -> str:
 # --------------------------------------------------------------------------------------- a whole table
 
 
-def plan_table(options: argparse.Namespace, sets: list[str]) -> int:
+def plan_table(options: argparse.Namespace) -> int:
     """Every cell of a table, and the sum of what is missing."""
     from rich.console import Console
 
@@ -153,7 +154,7 @@ def plan_table(options: argparse.Namespace, sets: list[str]) -> int:
     if options.quick:
         table = quick_table(table)
     runs = options.runs or Path(table.runs)
-    jobs = make_jobs(table, runs, settings_of(sets))
+    jobs = make_jobs(table, runs, settings_of(options.sets))
     states = look(jobs, resolve_all(jobs), runs)
 
     from finetune_mile import devices

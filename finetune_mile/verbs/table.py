@@ -12,7 +12,7 @@ from typing import Any
 from finetune_mile.core.files import locked
 from finetune_mile.core.problems import Problem
 from finetune_mile.flags import Parser
-from finetune_mile.settings import set_value
+from finetune_mile.settings import set_settings
 from finetune_mile.tables.cells import LAUNCH, Job, make_jobs, pick, resolve_all
 from finetune_mile.tables.description import find_table, quick_table, read_table
 from finetune_mile.tables.running import Order, dry_run, order_for, shell_lines, slurm_script
@@ -103,15 +103,13 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
-    """`--set KEY=VALUE` arguments as settings."""
-    found = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or not key.strip():
-            raise Problem(f"--set {pair}: write KEY=VALUE, for example --set data=folder:photos")
-        found[key.strip()] = set_value(key.strip(), text)
-    return found
+def settings_of(sets: list[str]) -> dict[str, Any]:
+    """`--set KEY=VALUE` arguments as settings of a table."""
+    wrong: list[str] = []
+    settings = {key: value for key, (value, _) in set_settings(sets, wrong).items()}
+    if wrong:
+        raise Problem(*wrong)
+    return settings
 
 
 def seeds_of(text: str | None) -> list[int] | None:

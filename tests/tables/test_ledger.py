@@ -35,9 +35,9 @@ def runs():
 def test_noise_is_the_prediction_interval_of_one_more_run():
     ours = Spread(values=(48.0, 50.0, 52.0))
     assert ours.sd == 2.0
-    assert noise(ours) == pytest.approx(4.303 * 2 * math.sqrt(4 / 3))
+    assert noise(ours) == pytest.approx(4.302653 * 2 * math.sqrt(4 / 3))
     many = Spread(values=tuple(float(i % 2) for i in range(31)))
-    assert noise(many) == pytest.approx(2.042 * many.sd * math.sqrt(1 + 1 / 31), rel=1e-3)
+    assert noise(many) == pytest.approx(2.042272 * many.sd * math.sqrt(1 + 1 / 31))
 
 
 @pytest.mark.parametrize(
