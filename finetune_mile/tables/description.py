@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from finetune_mile.core.names import did_you_mean
 from finetune_mile.core.places import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.settings import read_yaml
@@ -185,7 +185,7 @@ class Table(Part):
         return (*found, column) if found is not None and column in found[0].columns_of(found[1]) else None
 
 
-Kind = Literal["row", "column", "measure"]
+Kind = Literal["block", "row", "column", "measure"]
 
 
 def find_table(name: str) -> Path:
@@ -195,9 +195,7 @@ def find_table(name: str) -> Path:
         if path.is_file():
             return path
     names = sorted(p.stem for p in folder.glob("*.yaml"))
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names) or 'none'}"
-    raise Problem(f"table {name}: no such table or file; {hint}")
+    raise Problem(f"table {name}: no such table or file; {did_you_mean(name, names)}")
 
 
 def read_table(path: Path) -> Table:
@@ -230,7 +228,7 @@ def wrong_with(table: Table) -> list[str]:
         wrong += [f"block {block.name}: {sentence}" for sentence in _wrong_in_block(table, block)]
     for name, part in (table.quick.blocks if table.quick else {}).items():
         if name not in names:
-            wrong.append(f"quick: there is no block {name}{_near(name, names)}")
+            wrong += _missing("quick", "block", [name], names)
             continue
         wrong += _missing(f"quick {name}", "row", part.rows or (), table.block(name).rows)
         wrong += _missing(f"quick {name}", "column", part.columns or (), table.block(name).columns)
@@ -290,12 +288,8 @@ def _rows_without(table: Table, block: Block, bar: Bar) -> list[str]:
 
 def _missing(where: str, kind: Kind, used: Iterable[str], names: Collection[str]) -> list[str]:
     """A sentence for each used name that is not among the names."""
-    return [f"{where}: there is no {kind} {name!r}{_near(name, names)}" for name in used if name not in names]
-
-
-def _near(name: str, names: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(map(repr, names)) or 'none'}"
+    unknown = [name for name in used if name not in names]
+    return [f"{where}: there is no {kind} {n!r}; {did_you_mean(repr(n), map(repr, names))}" for n in unknown]
 
 
 # ------------------------------------------------------------------------------------------- --quick: a smaller table

@@ -28,7 +28,7 @@ def test_every_wrong_reference_is_told_at_once(tmp_path):
         "no measure 'topone'; did you mean 'top-1'?",
         "no row 'nobody'",
         "no column '5 %'",
-        "no block fine-tunning; did you mean 'fine-tuning'?",
+        "no block 'fine-tunning'; did you mean 'fine-tuning'?",
     ):
         assert part in text
 
