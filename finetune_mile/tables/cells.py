@@ -166,11 +166,11 @@ def _job(table: Table, key: Key, known: set[Key], runs: Path, over: Settings) ->
 
 def _needed(table: Table, block: Block, key: Key, name: str, where: str, known: set[Key]) -> Key:
     """The run that a run needs: of the same column and seed, or of the only one there is."""
-    found = table.find_need(where, block)
-    columns = () if found is None else found[0].columns_of(found[1])
-    if found is None or not columns:  # the description as a whole was checked when it was read
+    need = table.find_need(where, block)
+    columns = () if need is None else need[0].columns_of(need[1])
+    if need is None or not columns:  # the description as a whole was checked when it was read
         raise Problem(f"{key.cell} needs {name}: quick: leaves out the columns of {where}; name them there")
-    other, row, fixed = found
+    other, row, fixed = need
     seeds = table.seeds_of(other, row)
     column = fixed if fixed is not None else key.column if key.column in columns else columns[0]
     seed = key.seed if key.seed in seeds else seeds[0]
@@ -279,7 +279,7 @@ def resolve_all(jobs: Sequence[Job]) -> list[Meaning]:
     """Resolve each job; cells are resolved once for all their seeds, and all problems are raised at once."""
     cache: dict[str, Meaning] = {}
     wrong: dict[str, dict[str, None]] = {}  # sentence: cells
-    found = []
+    meanings = []
     for job in jobs:
         mark = json.dumps([job.verb, dict(job.settings)], default=str)
         mark += f" {job.key.seed}" if "{seed}" in mark else ""
@@ -290,10 +290,10 @@ def resolve_all(jobs: Sequence[Job]) -> list[Meaning]:
                 for sentence in problem.sentences:
                     wrong.setdefault(sentence, {})[job.key.cell] = None
                 continue
-        found.append(cache[mark])
+        meanings.append(cache[mark])
     if wrong:
         raise Problem(*(f"{_some(list(cells))}: {sentence}" for sentence, cells in wrong.items()))
-    return found
+    return meanings
 
 
 def _some(cells: Sequence[str]) -> str:

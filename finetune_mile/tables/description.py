@@ -18,7 +18,7 @@ Seeds = tuple[int, ...]
 
 
 class Part(BaseModel):
-    """Frozen, and deaf to nothing: an unknown key is an error."""
+    """Immutable; unknown keys raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -177,12 +177,12 @@ class Table(Part):
 
     def find_need(self, reference: str, block: Block) -> tuple[Block, str, str | None] | None:
         """Block, row and, where it is fixed, column that a `needs` entry means."""
-        found = self.find(reference, block)
-        if found is not None:
-            return (*found, None)
+        place = self.find(reference, block)
+        if place is not None:
+            return (*place, None)
         front, _, column = reference.rpartition("/")
-        found = self.find(front, block)
-        return (*found, column) if found is not None and column in found[0].columns_of(found[1]) else None
+        place = self.find(front, block)
+        return (*place, column) if place is not None and column in place[0].columns_of(place[1]) else None
 
 
 Kind = Literal["block", "row", "column", "measure"]
@@ -244,8 +244,8 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
     for name, row in block.rows.items():
         wrong += _missing(f"row {name}: only", "column", row.only or (), block.columns)
         wrong += [
-            f"row {name}: needs {what}: there is no row {where}; write ROW, BLOCK/ROW or BLOCK/ROW/COLUMN"
-            for what, where in row.needs.items()
+            f"row {name}: needs {need}: there is no row {where}; write ROW, BLOCK/ROW or BLOCK/ROW/COLUMN"
+            for need, where in row.needs.items()
             if table.find_need(where, block) is None
         ]
     for name, parts in block.means.items():
@@ -296,7 +296,7 @@ def _missing(where: str, kind: Kind, used: Iterable[str], names: Collection[str]
 
 
 def quick_table(table: Table) -> Table:
-    """What --quick runs; rows that others need stay, hidden."""
+    """Select the rows for --quick. Rows that others depend on are kept but not shown."""
     quick = table.quick
     if quick is None:
         raise Problem(f"--quick: the table {table.title!r} does not say what its quick form is (a block quick:)")
@@ -345,8 +345,8 @@ def _shrink(table: Table, block: Block, part: QuickBlock | None, rows: set[str],
         kept[name] = row.model_copy(update={"only": only, "seeds": own, "hidden": row.hidden or name not in shown})
 
     def here(reference: str) -> bool:
-        found = table.find(reference, block)
-        return found is not None and (found[0].name != block.name or found[1] in kept)
+        place = table.find(reference, block)
+        return place is not None and (place[0].name != block.name or place[1] in kept)
 
     return block.model_copy(
         update={

@@ -28,7 +28,7 @@ class Spread:
 
     @property
     def n(self) -> int:
-        """How many."""
+        """Number of seeds."""
         return len(self.values)
 
     @property
@@ -119,18 +119,18 @@ class CheckedBar:
     """A bar and what was measured."""
 
     bar: Bar
-    found: Spread
+    measured: Spread
     expected: int  # seeds
 
     @property
     def outcome(self) -> Literal["met", "NOT met", "not run", "seeds missing"]:
         """The mean over all seeds, or each of them, against the bounds; some of the seeds are not enough."""
-        if not self.found.n:
+        if not self.measured.n:
             return "not run"
-        if self.found.n < self.expected:
+        if self.measured.n < self.expected:
             return "seeds missing"
         low, high = self.bar.bounds
-        values = self.found.values if self.bar.each else (self.found.mean,)
+        values = self.measured.values if self.bar.each else (self.measured.mean,)
         return "met" if all(low <= value <= high for value in values) else "NOT met"
 
 
@@ -259,11 +259,11 @@ def _block(table: Table, block: Block, done: Grid, others: Grid, prices: Mapping
     return BlockLedger(
         block=block, cells=tuple(cells),
         differences=tuple(
-            Difference(first=a, second=b, column=column, measure=name, paired=found)
+            Difference(first=a, second=b, column=column, measure=name, paired=paired)
             for a, b in block.differences
             for column in block.shown_columns
             for name in block.measures
-            if (found := _paired(table, block, a, b, column, name, done)) is not None
+            if (paired := _paired(table, block, a, b, column, name, done)) is not None
         ),
         bars=tuple(_checked(table, block, bar, done) for bar in block.bars),
         constants={name: _constant(block, key, done) for name, key in block.constants.items()},
@@ -280,10 +280,10 @@ def _spread(runs: Mapping[int, Record], key: str) -> Spread:
 
 def _values(table: Table, block: Block, reference: str, column: str, measure: str, done: Grid) -> dict[int, float]:
     """Seed to value of a row of this or another block."""
-    found = table.find(reference, block)
-    if found is None:  # --quick left its block out
+    place = table.find(reference, block)
+    if place is None:  # --quick left its block out
         return {}
-    other, row = found
+    other, row = place
     columns = other.shown_columns_of(row)
     column = column if column in columns else columns[0] if len(columns) == 1 else column
     key = other.measures.get(measure, block.measures[measure])
@@ -296,13 +296,11 @@ def _paired(
 ) -> Spread | None:
     """First minus second for the seeds that both have; None where one of the rows is not in the column."""
     for reference in (a, b):
-        found = table.find(reference, block)
-        if found is None:
+        place = table.find(reference, block)
+        if place is None:
             return None
-        columns = found[0].shown_columns_of(found[1])
-        if column not in columns and len(columns) != 1:
-            return None
-        if found[0].name == block.name and column not in columns:
+        columns = place[0].shown_columns_of(place[1])
+        if column not in columns and (len(columns) != 1 or place[0].name == block.name):
             return None
     pairs = ((a, measure), (b, against or measure))
     first, second = (_values(table, block, row, column, name, done) for row, name in pairs)
@@ -311,20 +309,20 @@ def _paired(
 
 def _checked(table: Table, block: Block, bar: Bar, done: Grid) -> CheckedBar:
     subject = bar.rows or (bar.row or "",)
-    seeds = [set(table.seeds_of(*found)) for row in subject if (found := table.find(row, block)) is not None]
+    seeds = [set(table.seeds_of(*place)) for row in subject if (place := table.find(row, block)) is not None]
     expected = len(set.intersection(*seeds)) if len(seeds) == len(subject) else 0  # --quick left a block out
     if bar.rows is not None:
         paired = _paired(table, block, *bar.rows, bar.column, bar.measure, done, bar.against)
-        return CheckedBar(bar=bar, found=paired or Spread(values=()), expected=expected)
+        return CheckedBar(bar=bar, measured=paired or Spread(values=()), expected=expected)
     values = _values(table, block, subject[0], bar.column, bar.measure, done)
-    return CheckedBar(bar=bar, found=Spread(values=tuple(values.values())), expected=expected)
+    return CheckedBar(bar=bar, measured=Spread(values=tuple(values.values())), expected=expected)
 
 
 def _constant(block: Block, key: str, done: Grid) -> dict[str, Spread]:
     """Values of a constant in each column, over all rows and seeds; they are the same unless the data differ."""
-    found = {}
+    spreads = {}
     for column in block.shown_columns:
         places = [done.get((block.name, row, column), {}) for row in block.shown_rows]
         values = [v for runs in places for v in _spread(runs, key).values]
-        found[column] = Spread(values=tuple(dict.fromkeys(values)))
-    return found
+        spreads[column] = Spread(values=tuple(dict.fromkeys(values)))
+    return spreads

@@ -125,27 +125,27 @@ def _heatmap(figure: SubFigure, ledger: Ledger, block: BlockLedger) -> None:
     assert wanted is not None
     axes = figure.subplots(1, len(wanted.measures), squeeze=False)[0]
     for axis, measure in zip(axes, wanted.measures, strict=True):
-        found: dict[tuple[Any, Any], float] = {}
+        means: dict[tuple[Any, Any], float] = {}
         for cell in (c for c in block.cells if c.column in block.block.columns):
             settings = _settings(ledger, block, cell.row, cell.column)
             ours = cell.numbers[measure].ours
             if ours.n:
-                found[settings.get(_key(wanted.x)), settings.get(_key(wanted.y))] = ours.mean
-        if found:
-            _map(axis, found)
+                means[settings.get(_key(wanted.x)), settings.get(_key(wanted.y))] = ours.mean
+        if means:
+            _map(axis, means)
         axis.set_xlabel(wanted.x)
         axis.set_ylabel(wanted.y)
         axis.set_title(measure, loc="left", fontsize=10, color=INK)
 
 
-def _map(axis: Axes, found: dict[tuple[Any, Any], float]) -> None:
+def _map(axis: Axes, means: dict[tuple[Any, Any], float]) -> None:
     from matplotlib.colors import Normalize
 
-    xs, ys = (_ordered({place[i] for place in found}) for i in (0, 1))
-    grid = [[found.get((x, y), float("nan")) for x in xs] for y in ys]
-    low, high = min(found.values()), max(found.values())
+    xs, ys = (_ordered({place[i] for place in means}) for i in (0, 1))
+    grid = [[means.get((x, y), float("nan")) for x in xs] for y in ys]
+    low, high = min(means.values()), max(means.values())
     axis.imshow(grid, cmap="viridis", norm=Normalize(low, high), aspect="auto", origin="lower")
-    for (x, y), value in found.items():
+    for (x, y), value in means.items():
         pale = value > low + 0.6 * (high - low)
         axis.text(xs.index(x), ys.index(y), f"{value:.1f}", ha="center", va="center", fontsize=9,
                   color=INK if pale else "white")  # fmt: skip
@@ -165,8 +165,8 @@ def _curve(figure: SubFigure, block: BlockLedger) -> None:
     for axis, column in zip(axes[: len(columns)], columns, strict=True):
         for rows, measure, colour in ((joined, wanted.y, COLOURS[0]), (wanted.rivals, wanted.rivals_y, COLOURS[1])):
             measure = measure or wanted.y
-            found = [c for r in rows if (c := block.cell(r, column)) is not None and c.numbers[measure].ours.n]
-            points = [(c.row, c.numbers[wanted.x].ours, c.numbers[measure].ours) for c in found]
+            cells = [c for r in rows if (c := block.cell(r, column)) is not None and c.numbers[measure].ours.n]
+            points = [(c.row, c.numbers[wanted.x].ours, c.numbers[measure].ours) for c in cells]
             if rows is joined:
                 axis.plot([x.mean for _, x, _ in points], [y.mean for _, _, y in points], color=PALE, lw=2, zorder=1)
             for name, x, y in points:

@@ -98,9 +98,9 @@ def _own_settings(states: Sequence[State]) -> str:
 def _status(states: Iterable[State]) -> str:
     parts = []
     for status, same in groupby(sorted(states, key=lambda s: s.status), key=lambda s: s.status):
-        found = list(same)
-        why = next((s.why for s in found if s.why), "")
-        seeds = ", ".join(str(s.job.key.seed) for s in found)
+        group = list(same)
+        why = next((s.why for s in group if s.why), "")
+        seeds = ", ".join(str(s.job.key.seed) for s in group)
         parts.append(f"{status} (seed {seeds})" + (f" [{why}]" if why else ""))
     return "; ".join(parts)
 
@@ -165,11 +165,11 @@ def slurm_script(orders: Sequence[Order], jobs: Sequence[Job], launch: str, name
 
 def levels(jobs: Sequence[Job], wanted: Sequence[Key]) -> dict[Key, int]:
     """How many wanted runs stand one behind the other before each: 0 for those that wait for nothing."""
-    chosen, found = set(wanted), dict[Key, int]()
+    chosen, level = set(wanted), dict[Key, int]()
     for job in jobs:  # prerequisites come first
-        below = [found[need] + (need in chosen) for need in job.needs.values() if need in found]
-        found[job.key] = max(below, default=0)
-    return {key: found[key] for key in wanted}
+        below = [level[need] + (need in chosen) for need in job.needs.values() if need in level]
+        level[job.key] = max(below, default=0)
+    return {key: level[key] for key in wanted}
 
 
 # ------------------------------------------------------------------------------------------------------ in the worker
@@ -389,7 +389,6 @@ def run_with_progress(jobs: Sequence[Job], orders: Sequence[Order], *, workers: 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)  # names and errors have brackets
     logs = {order.key: order.log for order in orders}
     failed: list[Outcome] = []
-    busy: list[Key] = []
     began, ended = time.monotonic(), 0
     together = min(workers, len(orders))
     console.print(f"{len(orders)} runs, {together} at a time with {threads} thread{'s' * (threads > 1)} each")
@@ -400,15 +399,12 @@ def run_with_progress(jobs: Sequence[Job], orders: Sequence[Order], *, workers: 
     task = bar.add_task("starting", total=len(orders), left="")
 
     def on_start(key: Key) -> None:
-        busy.append(key)
         bar.update(task, description=f"{key.cell}, seed {key.seed}")
 
     def on_end(outcome: Outcome) -> None:
         nonlocal ended
         ended += 1
         key = outcome.key
-        if key in busy:
-            busy.remove(key)
         name = f"{key.cell}, seed {key.seed}"
         left = (time.monotonic() - began) / ended * (len(orders) - ended)
         words = f"about {duration(left)} left" if ended < len(orders) else ""

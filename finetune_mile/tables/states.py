@@ -20,7 +20,7 @@ Status = Literal["done", "stale", "stopped", "failed", "not run"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A run folder, looked at."""
+    """State of one run folder: done, stale, stopped, failed or not run."""
 
     job: Job
     meaning: Meaning
@@ -31,11 +31,11 @@ class State:
     replace: bool = False  # what is in the folder is of no use: it is overwritten
 
 
-def look(jobs: Sequence[Job], meanings: Sequence[Meaning], runs: Path) -> list[State]:
+def states_of(jobs: Sequence[Job], meanings: Sequence[Meaning], runs: Path) -> list[State]:
     """The state of every run; a run is stale where what it needs is not done, or was begun after it."""
     states: dict[Key, State] = {}
     for job, meaning in zip(jobs, meanings, strict=True):
-        state = _look_at(job, meaning, runs)
+        state = _state_of(job, meaning, runs)
         why = next((w for name, need in job.needs.items() if (w := _outdated(state, name, states[need]))), "")
         if why and state.status != "not run":
             state = dataclasses.replace(state, status="stale", why=why, replace=True)
@@ -45,14 +45,14 @@ def look(jobs: Sequence[Job], meanings: Sequence[Meaning], runs: Path) -> list[S
 
 def _outdated(state: State, name: str, need: State) -> str:
     """Why a run that was begun cannot rest on what `need` is now; nothing where it can."""
-    what = f"its {name} ({need.job.key.cell})"
+    subject = f"its {name} ({need.job.key.cell})"
     if need.status != "done":
-        return f"{what} is to be run again"
+        return f"{subject} is to be run again"
     began, other = state.info.get("began"), need.info.get("began")
-    return f"{what} was run again after it" if began and other and began < other else ""
+    return f"{subject} was run again after it" if began and other and began < other else ""
 
 
-def _look_at(job: Job, meaning: Meaning, runs: Path) -> State:
+def _state_of(job: Job, meaning: Meaning, runs: Path) -> State:
     folder = job.folder
 
     def state(status: Status, why: str = "", *, replace: bool = False) -> State:

@@ -102,9 +102,9 @@ def results(ledger: BlockLedger) -> list[Sheet]:
         caption = "Ours" if len(measures) > 1 else f"Ours: {measures[0]}"
         rows = []
         for row in block.shown_rows:
-            found = {c: ledger.cell(row, c) for c in block.shown_columns}
-            shown = [_ours(ledger, found[c], m) for c in block.shown_columns for m in measures]
-            cells = [c for c in found.values() if c is not None and c.column in block.columns]
+            by_column = {c: ledger.cell(row, c) for c in block.shown_columns}
+            shown = [_ours(ledger, by_column[c], m) for c in block.shown_columns for m in measures]
+            cells = [c for c in by_column.values() if c is not None and c.column in block.columns]
             rows.append((row, *shown, *_facts(cells)))
         return [Sheet(caption=caption, head=("", *head, *FACTS), rows=tuple(rows))]
     sheets = []
@@ -126,8 +126,8 @@ def _facts(cells: Sequence[Cell]) -> tuple[str, str, str, str]:
     return seeds, cost, _joined(c.commit for c in cells), _joined(c.recipe for c in cells)
 
 
-def _seeds(found: int, expected: int) -> str:
-    return str(found) if found == expected else f"{found} of {expected}"
+def _seeds(count: int, expected: int) -> str:
+    return str(count) if count == expected else f"{count} of {expected}"
 
 
 def _price(cell: Cell) -> str:
@@ -170,8 +170,8 @@ def differences(ledger: BlockLedger) -> Sheet:
     for d in ledger.differences:
         grid.setdefault((d.first, d.second, d.column), {})[d.measure] = d
     rows = []
-    for (first, second, column), found in grid.items():
-        shown = [paired(found[m], decimals(ledger, m)) for m in measures]
+    for (first, second, column), by_measure in grid.items():
+        shown = [paired(by_measure[m], decimals(ledger, m)) for m in measures]
         rows.append((f"{first} - {second}", column, *shown))
     caption = "Differences, paired by seed (in how many seeds the first is higher)"
     return Sheet(caption=caption, head=("", "", *measures), rows=tuple(rows), names=2)
@@ -179,11 +179,11 @@ def differences(ledger: BlockLedger) -> Sheet:
 
 def paired(difference: Difference, places: int) -> str:
     """`+1.20 ± 0.40 (5/6)`."""
-    found = difference.paired
-    if not found.n:
+    ours = difference.paired
+    if not ours.n:
         return "not run"
-    sd = "" if found.sd is None else f" ± {found.sd:.{places}f}"
-    return f"{found.mean:+.{places}f}{sd} ({difference.up}/{found.n})"
+    sd = "" if ours.sd is None else f" ± {ours.sd:.{places}f}"
+    return f"{ours.mean:+.{places}f}{sd} ({difference.up}/{ours.n})"
 
 
 def bars(ledger: BlockLedger) -> Sheet:
@@ -191,9 +191,9 @@ def bars(ledger: BlockLedger) -> Sheet:
     rows = []
     for checked in ledger.bars:
         places = decimals(ledger, checked.bar.measure)
-        seeds = _seeds(checked.found.n, checked.expected)
-        found = _range(checked.found) if checked.bar.each else spread(checked.found, places)
-        rows.append((subject(checked), wanted(checked), found, seeds, checked.outcome))
+        seeds = _seeds(checked.measured.n, checked.expected)
+        measured = _range(checked.measured) if checked.bar.each else spread(checked.measured, places)
+        rows.append((subject(checked), wanted(checked), measured, seeds, checked.outcome))
     caption = "Bars, on means over seeds"
     return Sheet(caption=caption, head=("", "wanted", "found", "seeds", ""), rows=tuple(rows), names=2)
 
@@ -203,10 +203,10 @@ def subject(checked: CheckedBar) -> str:
     bar = checked.bar
     if bar.against is not None:
         first, second = bar.rows or ("", "")
-        what = f"{bar.measure} of {first} - {bar.against} of {second}"
+        words = f"{bar.measure} of {first} - {bar.against} of {second}"
     else:
-        what = f"{bar.measure}: {bar.row or ' - '.join(bar.rows or ())}"
-    return what + (f", {bar.column}" if bar.column else "") + (", each seed" if bar.each else "")
+        words = f"{bar.measure}: {bar.row or ' - '.join(bar.rows or ())}"
+    return words + (f", {bar.column}" if bar.column else "") + (", each seed" if bar.each else "")
 
 
 def wanted(checked: CheckedBar) -> str:
@@ -222,16 +222,16 @@ def constants(ledger: BlockLedger) -> Sheet:
     """What a constant prediction reaches, in each column."""
     columns = list(ledger.block.shown_columns)
     rows = [
-        (name, *(_range(found[c]) for c in columns)) for name, found in ledger.constants.items()
+        (name, *(_range(spreads[c]) for c in columns)) for name, spreads in ledger.constants.items()
     ]  # fmt: skip
     head = ("", *(c or "value" for c in columns))
     return Sheet(caption="Trivial baselines", head=head, rows=tuple(rows))
 
 
-def _range(found: Spread) -> str:
-    if not found.n:
+def _range(ours: Spread) -> str:
+    if not ours.n:
         return "not run"
-    low, high = min(found.values), max(found.values)
+    low, high = min(ours.values), max(ours.values)
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
 
 
@@ -244,11 +244,11 @@ def decimals(ledger: BlockLedger, measure: str) -> int:
     return 3 if 0 < max((abs(v) for v in known), default=0.0) <= 1.0 else 2
 
 
-def spread(found: Spread, places: int, missing: str = "not run") -> str:
+def spread(ours: Spread, places: int, missing: str = "not run") -> str:
     """`48.30 ± 0.21`."""
-    if not found.n:
+    if not ours.n:
         return missing
-    return f"{found.mean:.{places}f}" + ("" if found.sd is None else f" ± {found.sd:.{places}f}")
+    return f"{ours.mean:.{places}f}" + ("" if ours.sd is None else f" ± {ours.sd:.{places}f}")
 
 
 def duration(seconds: float) -> str:

@@ -147,7 +147,7 @@ def plan_table(options: argparse.Namespace) -> int:
     from finetune_mile.display import wide_console
     from finetune_mile.tables.cells import make_jobs, resolve_all
     from finetune_mile.tables.description import find_table, quick_table, read_table
-    from finetune_mile.tables.states import look
+    from finetune_mile.tables.states import states_of
     from finetune_mile.verbs.table import settings_of
 
     table = read_table(find_table(options.table))
@@ -155,7 +155,7 @@ def plan_table(options: argparse.Namespace) -> int:
         table = quick_table(table)
     runs = options.runs or Path(table.runs)
     jobs = make_jobs(table, runs, settings_of(options.sets))
-    states = look(jobs, resolve_all(jobs), runs)
+    states = states_of(jobs, resolve_all(jobs), runs)
 
     from finetune_mile import devices
     from finetune_mile.pricing.table_prices import price_cells

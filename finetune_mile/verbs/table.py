@@ -16,7 +16,7 @@ from finetune_mile.settings import set_settings
 from finetune_mile.tables.cells import LAUNCH, Job, make_jobs, pick, resolve_all
 from finetune_mile.tables.description import find_table, quick_table, read_table
 from finetune_mile.tables.running import Order, dry_run, order_for, shell_lines, slurm_script
-from finetune_mile.tables.states import State, look
+from finetune_mile.tables.states import State, states_of
 
 EPILOG = """examples:
   finetune-mile table ssl --dry-run                        every cell: state, command, settings and their sources
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     runs = options.runs or Path(table.runs)
     jobs = make_jobs(table, runs, settings_of(options.sets))
     meanings = resolve_all(jobs)
-    states = look(jobs, meanings, runs)
+    states = states_of(jobs, meanings, runs)
     picked = {job.key for job in pick(jobs, options.only, seeds_of(options.seeds))}
     chosen = [s for s in states if s.job.key in picked]
     launch = options.launch or LAUNCH
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     code = 0
     if orders and not options.ledger_only:
         code = run(jobs, orders, runs, options.jobs)
-        states = look(jobs, meanings, runs)
+        states = states_of(jobs, meanings, runs)
     from finetune_mile.tables.writing import write_ledger
 
     write_ledger(folder, options.name, table, states, quick=options.quick, prices=not options.no_prices)

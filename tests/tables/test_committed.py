@@ -11,7 +11,7 @@ from shortcuts import ROOT
 
 from finetune_mile.tables.cells import make_jobs, resolve_all
 from finetune_mile.tables.description import find_table, quick_table, read_table
-from finetune_mile.tables.states import look, records_of
+from finetune_mile.tables.states import records_of, states_of
 from finetune_mile.tables.writing import markdown, plotted_hash, read_ledger
 
 LEDGERS = sorted(p.parent for p in (ROOT / "docs/tables").glob("*/runs.jsonl"))
@@ -73,7 +73,7 @@ def test_a_committed_ledger_agrees_with_its_run_folders(folder):
     if not runs.is_dir():
         pytest.skip(f"needs {ledger.table.runs}, the run folders, which are not committed")
     jobs = make_jobs(ledger.table, runs, {})
-    there = {r.key: r for r in records_of(look(jobs, resolve_all(jobs), runs))}
+    there = {r.key: r for r in records_of(states_of(jobs, resolve_all(jobs), runs))}
     for record in records:
         if record.key in there and there[record.key].status == "done":
             assert there[record.key].results == record.results, record.key

@@ -49,7 +49,7 @@ def runs():
 def test_a_bar_on_each_seed_and_one_on_two_measures(tmp_path):
     block = make_ledger(read(tmp_path), runs(), {}).blocks[0]
     assert [bar.outcome for bar in block.bars] == ["met", "NOT met", "met"]
-    assert block.bars[2].found.values == (5.0, 5.0)
+    assert block.bars[2].measured.values == (5.0, 5.0)
     shown = [row[:3] for row in bars(block).rows]
     assert shown[1] == ("accuracy: one, x, each seed", "at least 15", "10.00 to 30.00")
     assert shown[2][0] == "F1 of one - accuracy of two, x"

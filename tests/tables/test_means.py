@@ -11,7 +11,7 @@ from finetune_mile.tables.cells import make_jobs, resolve_all
 from finetune_mile.tables.description import find_table, quick_table, read_table
 from finetune_mile.tables.ledger import make_ledger
 from finetune_mile.tables.running import dry_run
-from finetune_mile.tables.states import Record, look
+from finetune_mile.tables.states import Record, states_of
 
 TABLE = {
     "title": "T", "runs": "runs/t", "seeds": [0, 1], "settings": {"recipe": "demo"},
@@ -73,7 +73,7 @@ def test_a_setting_with_the_seed_is_the_seed_s_own_and_has_one_hash():
     meanings = resolve_all(jobs)
     assert [m.tree["data"].partition("draw=")[2] for m in meanings] == ["10", "11", "12", "13", "14"]
     assert len({m.hash for m in meanings}) == 1
-    shown = dry_run(look(jobs, meanings, Path("nowhere")), "run")
+    shown = dry_run(states_of(jobs, meanings, Path("nowhere")), "run")
     assert "and --seed 11, 12, 13, 14; data is their own, such as colored-mnist:?side=14&protocol=10%&draw=11" in shown
 
 
