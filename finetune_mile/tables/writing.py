@@ -406,10 +406,8 @@ def _rich_sheet(sheet: Sheet) -> RichTable:
 EXTRA = {"html": "ledger.html", "csv": "ledger.csv", "latex": "ledger.tex"}  # written on demand: `--format`
 
 
-def write_ledger(
-    folder: Path, name: str, table: Table, states: Sequence[State], *, quick: bool, prices: bool
-) -> Ledger:
-    """Write every file of a ledger, and show it in the terminal."""
+def write_ledger(folder: Path, name: str, table: Table, states: Sequence[State], *, quick: bool, prices: bool) -> None:
+    """Write the files of a ledger, those of other formats where they exist, and show it in the terminal."""
     records = records_of(states)
     recipes = {s.job.key.cell: s.meaning.hash for s in states}
     known = _prices(folder, recipes)
@@ -428,10 +426,10 @@ def write_ledger(
         with whole_file(folder / "plot.png") as part:
             part.write_bytes(plot)
     _write(folder / "ledger.md", markdown(ledger, plot=plot is not None))
+    write_extra(folder, table, [name for name, file in EXTRA.items() if (folder / file).is_file()])
     console = wide_console()
     console.print(terminal(ledger))
     console.print(f"{folder / 'ledger.md'}, plot.png, runs.jsonl", soft_wrap=True)
-    return ledger
 
 
 def write_extra(folder: Path, table: Table, names: Sequence[str]) -> list[Path]:

@@ -15,8 +15,9 @@ from finetune_mile.flags import Parser
 from finetune_mile.settings import set_settings
 from finetune_mile.tables.cells import LAUNCH, Job, make_jobs, pick, resolve_all
 from finetune_mile.tables.description import find_table, quick_table, read_table
-from finetune_mile.tables.running import Order, dry_run, order_for, shell_lines, slurm_script
+from finetune_mile.tables.running import Order, dry_run, order_for, run_with_progress, shell_lines, slurm_script
 from finetune_mile.tables.states import State, states_of
+from finetune_mile.tables.writing import EXTRA, write_extra, write_ledger
 
 EPILOG = """examples:
   finetune-mile table ssl --dry-run                        every cell: state, command, settings and their sources
@@ -53,7 +54,7 @@ def build_parser() -> Parser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                         help="a setting for every run, such as data=folder:photos")  # fmt: skip
     parser.add_argument("--ledger-only", action="store_true", help="run nothing, write the ledger from what is there")
-    parser.add_argument("--format", action="append", choices=("html", "csv", "latex"), default=[],
+    parser.add_argument("--format", action="append", choices=tuple(EXTRA), default=[],
                         help="run nothing, write the ledger that is there in this format; may be repeated")  # fmt: skip
     parser.add_argument("--no-prices", action="store_true", help="do not estimate what missing cells would cost here")
     return parser
@@ -68,8 +69,6 @@ def main(argv: list[str]) -> int:
         table = quick_table(table)
     folder = options.out or Path("docs/tables") / (path.stem + ("-quick" if options.quick else ""))
     if options.format:
-        from finetune_mile.tables.writing import write_extra
-
         for file in write_extra(folder, table, options.format):
             sys.stdout.write(f"{file}\n")
         return 0
@@ -86,19 +85,14 @@ def main(argv: list[str]) -> int:
     report_stale(chosen, options.again)
     orders = [order_for(s, runs, options.launch) for s in chosen if wanted(s, options.again)]
     if options.commands:
-        text = (
-            shell_lines(orders, launch)
-            if options.commands == "shell"
-            else slurm_script(orders, jobs, launch, path.stem)
-        )
+        shell = options.commands == "shell"
+        text = shell_lines(orders, launch) if shell else slurm_script(orders, jobs, launch, path.stem)
         sys.stdout.write(text + "\n" if orders else "")
         return 0
     code = 0
     if orders and not options.ledger_only:
         code = run(jobs, orders, runs, options.jobs)
         states = states_of(jobs, meanings, runs)
-    from finetune_mile.tables.writing import write_ledger
-
     write_ledger(folder, options.name, table, states, quick=options.quick, prices=not options.no_prices)
     return code
 
@@ -137,8 +131,6 @@ def report_stale(states: Sequence[State], again: bool) -> None:
 
 def run(jobs: Sequence[Job], orders: Sequence[Order], runs: Path, parallel: int | None) -> int:
     """Run what is missing; the exit code."""
-    from finetune_mile.tables.running import run_with_progress
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if parallel is not None and parallel < 1:
         raise Problem(f"--jobs {parallel}: at least one run at a time")

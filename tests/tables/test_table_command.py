@@ -62,6 +62,12 @@ def test_other_formats_are_written_on_demand_from_the_runs_that_are_recorded(don
     assert "data:image/png;base64," in (out / "ledger.html").read_text()
     assert "fine-tuning,student,10 %,top-1," in (out / "ledger.csv").read_text()
     assert r"\begin{tabular}" in (out / "ledger.tex").read_text()
+    (out / "ledger.csv").write_text("outdated")
+    (out / "ledger.tex").unlink()
+    assert run(folder, path, "--out", str(out), "--ledger-only", "--no-prices") == 0
+    assert "fine-tuning,student," in (out / "ledger.csv").read_text()
+    assert not (out / "ledger.tex").exists()
+    capsys.readouterr()
     assert main(["table", str(path), "--out", str(tmp_path / "nothing"), "--format", "csv"]) == 2
     assert "runs.jsonl: not found" in capsys.readouterr().err
 
