@@ -214,13 +214,9 @@ def _sources(value: object, said: set[str], what: str) -> dict[str, str]:
 # ----------------------------------------------------------------------------------------------- trees
 
 
-def paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+def paths(tree: Mapping[str, Any]) -> list[str]:
     """Every leaf's dotted key; `sources` is none."""
-    found = []
-    for key, value in tree.items():
-        if prefix or key != "sources":
-            found += paths(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
-    return found
+    return list(flat({key: value for key, value in tree.items() if key != "sources"}))
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

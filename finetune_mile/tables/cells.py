@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -241,16 +242,14 @@ def folder_of(runs: Path, key: Key) -> Path:
 
 
 def _check_slugs(table: Table) -> None:
-    groups: list[Iterable[str]] = [[b.name for b in table.blocks]]
-    for block in table.blocks:
-        groups += [block.rows, block.columns]
-    wrong = []
-    for names in groups:
-        taken: dict[str, str] = {}
-        for name in names:
-            other = taken.setdefault(slug(name), name)
-            if other != name:
-                wrong.append(f"{other!r} and {name!r} would share a folder; give one of them another name")
+    groups: list[Iterable[str]] = [[block.name for block in table.blocks]]
+    groups += [names for block in table.blocks for names in (block.rows, block.columns)]
+    wrong = [
+        f"{a!r} and {b!r} would share a folder; give one of them another name"
+        for names in groups
+        for a, b in combinations(names, 2)
+        if slug(a) == slug(b)
+    ]
     if wrong:
         raise Problem(*wrong)
 

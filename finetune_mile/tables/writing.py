@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -475,8 +475,6 @@ def missing_prices(states: Sequence[State], known: Mapping[str, str]) -> dict[st
     todo = [s for s in states if not s.job.hidden and s.job.key.cell not in {*done, *known}]
     if not todo:
         return {}
-    from rich.console import Console
-
     from finetune_mile import devices
     from finetune_mile.pricing.table_prices import in_words, price_cells
 

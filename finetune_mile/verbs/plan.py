@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table as RichTable
+
 from finetune_mile.core.problems import Problem
+from finetune_mile.display import wide_console
 from finetune_mile.flags import Parser, given_settings, parse
 from finetune_mile.settings import Resolved
-from finetune_mile.tables.cells import resolve_anywhere
+from finetune_mile.tables.cells import make_jobs, resolve_all, resolve_anywhere
+from finetune_mile.tables.description import find_table, quick_table, read_table
+from finetune_mile.tables.states import states_of
+from finetune_mile.tables.writing import duration
+from finetune_mile.verbs.table import settings_of
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
     from finetune_mile.pricing.making import Offer
 
 EPILOG = """examples:
@@ -65,7 +73,6 @@ def main(argv: list[str]) -> int:
 def describe(resolved: Resolved, offer: Offer, known: bool) -> str:
     """An offer as lines for a reader."""
     from finetune_mile.pricing.timing import device_words
-    from finetune_mile.tables.writing import duration
 
     recipe, counts, found = offer.recipe, offer.counts, offer.estimate
     scene, seconds = offer.scene, found.seconds
@@ -101,8 +108,6 @@ def _network_words(offer: Offer) -> str:
 
 def all_warnings(offer: Offer) -> list[str]:
     """Of the recipe, and of this machine."""
-    import shutil
-
     found = list(offer.warnings)
     free = shutil.disk_usage(".").free
     if offer.estimate.disk_bytes > free:
@@ -118,8 +123,6 @@ def all_warnings(offer: Offer) -> list[str]:
 
 def memory_here() -> int | None:
     """Bytes of the GPU, else of the machine; None where that cannot be told."""
-    import os
-
     import torch
 
     if torch.cuda.is_available():
@@ -142,14 +145,6 @@ def size_words(count: float) -> str:
 
 def plan_table(options: argparse.Namespace) -> int:
     """Every cell of a table, and the sum of what is missing."""
-    from rich.console import Console
-
-    from finetune_mile.display import wide_console
-    from finetune_mile.tables.cells import make_jobs, resolve_all
-    from finetune_mile.tables.description import find_table, quick_table, read_table
-    from finetune_mile.tables.states import states_of
-    from finetune_mile.verbs.table import settings_of
-
     table = read_table(find_table(options.table))
     if options.quick:
         table = quick_table(table)
@@ -178,10 +173,6 @@ def plan_table(options: argparse.Namespace) -> int:
 
 def table_of(title: str, offers: dict[str, Offer | str], seeds: dict[str, int], missing: dict[str, int]) -> RichTable:
     """One line a cell."""
-    from rich.table import Table as RichTable
-
-    from finetune_mile.tables.writing import duration
-
     shown = RichTable(
         "cell", "runs", "missing", "steps", "epochs", "generations", "teacher", "disk", "memory", "a run",
         title=title, title_justify="left", box=None, pad_edge=False,
@@ -208,7 +199,6 @@ def _millions(images: int) -> str:
 def sums(offers: dict[str, Offer | str], seeds: dict[str, int], missing: dict[str, int]) -> list[str]:
     """Totals over cells and seeds, and the warnings of all cells, each once."""
     from finetune_mile.pricing.timing import NOTHING, device_words
-    from finetune_mile.tables.writing import duration
 
     priced = {cell: offer for cell, offer in offers.items() if not isinstance(offer, str)}
     lines = []
