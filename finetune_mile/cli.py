@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 
+from finetune_mile.core.names import did_you_mean
 from finetune_mile.core.problems import Problem, tell
 
 # Verb: (module with main(argv) -> exit code, what it does).
@@ -32,10 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if words else 2
     verb, *rest = words
     if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VERBS)}"
-        sys.stderr.write(f"error: {verb}: unknown verb; {hint}\n")
-        return 2
+        return tell(Problem(f"{verb}: unknown verb; {did_you_mean(verb, VERBS)}"))
     try:
         code: int = importlib.import_module(VERBS[verb][0]).main(rest)
     except Problem as problem:

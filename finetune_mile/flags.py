@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from finetune_mile.core.names import did_you_mean, nearest
 from finetune_mile.core.problems import Problem
 from finetune_mile.methods import METHODS
 from finetune_mile.recipe import Variant
@@ -30,7 +30,34 @@ EPILOG = """examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `Problem` instead of printing usage and exiting; an empty value is an error for every flag."""
+    """Raises `Problem` instead of printing usage and exiting. Every verb reads its words with it.
+
+    `-` and `_` are the same in a flag, an empty value is an error, and an unknown flag or choice is answered with the
+    nearest one.
+    """
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The options; words that no flag takes are refused."""
+        options, rest = self.parse_known_args(args, namespace)
+        if rest:
+            raise Problem(*self.strangers(rest))
+        return options
+
+    def strangers(self, rest: list[str]) -> list[str]:
+        """A sentence for each unknown flag, or for the first word that is none."""
+        flags = [word.partition("=")[0] for word in rest if word.startswith("-")]
+        if not flags:
+            return [f"unexpected argument {word!r}. Settings are flags (see --help)." for word in rest[:1]]
+        near = {flag: nearest(flag, self._option_string_actions) for flag in flags}
+        return [
+            f"{flag}: unknown flag" + (f"; did you mean {names[0]}?" if names else " (--help lists them)")
+            for flag, names in near.items()
+        ]
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            name = action.option_strings[0] if action.option_strings else self.prog
+            raise Problem(f"{name} {value}: unknown; {did_you_mean(str(value), map(str, action.choices))}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, after a check for empty words: an unset shell variable must not start another experiment."""
@@ -38,6 +65,8 @@ class Parser(argparse.ArgumentParser):
         wrong = []
         for number, word in enumerate(words):
             flag, equals, value = word.partition("=")
+            if word.startswith("--"):
+                words[number] = flag.replace("_", "-") + equals + value
             if not word.strip():
                 before = words[number - 1] if number else ""
                 named = before.startswith("-") and "=" not in before
@@ -102,27 +131,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> argparse.Namespace:
-    """Read flags; `-` and `_` are the same, and an unknown flag is answered with the nearest one.
+    """Read flags, and refuse other settings beside --resume.
 
     Args:
         parser: with --resume, --out, --overwrite and --set among its flags.
         argv: the words.
         settings: flags that are keys of the recipe, which --resume goes without.
     """
-    known = sorted(parser._option_string_actions)
-    tidy = []
-    for word in argv:
-        if word.startswith("--"):
-            flag, equals, value = word.partition("=")
-            word = flag.replace("_", "-") + equals + value
-        tidy.append(word)
-    options: argparse.Namespace
-    options, rest = parser.parse_known_args(tidy)
-    unknown = [_unknown(word.partition("=")[0], known) for word in rest if word.startswith("-")]
-    if unknown:
-        raise Problem(*unknown)
-    if rest:
-        raise Problem(f"{rest[0]}: what is this? every setting is a flag (--help lists them)")
+    options: argparse.Namespace = parser.parse_args(argv)
     if options.resume is not None:
         others = sorted(set(given_settings(options, settings)) | ({"set"} if options.sets else set()))
         if others or options.out is not None or options.overwrite:
@@ -146,8 +162,3 @@ def _number(text: str) -> int | float | str:
 
 def _empty(flag: str) -> str:
     return f"{flag}: the value is empty; write {flag} VALUE, or leave out the flag"
-
-
-def _unknown(flag: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
-    return f"{flag}: unknown flag" + (f"; did you mean {near[0]}?" if near else " (--help lists them)")

@@ -7,7 +7,6 @@ keys is a setting: a resolved recipe has none of them.
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from finetune_mile.core.names import did_you_mean
 from finetune_mile.core.places import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.yaml_text import TooMuch, compose, construct, read_text
@@ -111,8 +111,7 @@ def find_recipe(name: str, below: str = "") -> Path:
             return path
     found = [p.relative_to(folder) for p in sorted(folder.rglob("*.yaml"))]
     names = [str(p.with_suffix("")) for p in found if p.parts[0] not in ("splits", "tables", "pretrain")]
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[:5]
-    raise Problem(f"--recipe {name}: no such file or recipe; there are {', '.join(near)}")
+    raise Problem(f"--recipe {name}: no such file or recipe; {did_you_mean(name, names)}")
 
 
 def layers_of(tree: Mapping[str, Any], path: Path) -> list[Layer]:
@@ -208,23 +207,16 @@ def _sources(value: object, said: set[str], what: str) -> dict[str, str]:
     blocks = {dotted.partition(".")[0] for dotted in said}
     for dotted in value:
         if dotted not in said | blocks:
-            near = difflib.get_close_matches(str(dotted), said, n=1, cutoff=0.5)
-            raise Problem(
-                f"{what}.{dotted} is no setting of this file" + (f"; did you mean {near[0]}?" if near else "")
-            )
+            raise Problem(f"{what}.{dotted} is no setting of this file; {did_you_mean(str(dotted), sorted(said))}")
     return dict(value)
 
 
 # ----------------------------------------------------------------------------------------------- trees
 
 
-def paths(tree: Mapping[str, Any], prefix: str = "") -> list[str]:
+def paths(tree: Mapping[str, Any]) -> list[str]:
     """Every leaf's dotted key; `sources` is none."""
-    found = []
-    for key, value in tree.items():
-        if prefix or key != "sources":
-            found += paths(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
-    return found
+    return list(flat({key: value for key, value in tree.items() if key != "sources"}))
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

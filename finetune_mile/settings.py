@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from finetune_mile.checkpoints.families import family_of
+from finetune_mile.core.names import did_you_mean
 from finetune_mile.core.places import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.yaml_text import TooMuch, compose, construct
@@ -194,7 +194,7 @@ def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]
     for pair in sets:
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
-        if not equals:
+        if not (equals and key):
             wrong.append(f"--set {pair}: write KEY=VALUE, for example --set optimizer.momentum=0.8")
             continue
         try:
@@ -260,8 +260,7 @@ def _nearest(dotted: str, model: type[BaseModel]) -> str:
         annotation = model.model_fields[block].annotation
         options = [annotation, *get_args(annotation)]
         model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
-    near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(model.model_fields)}"
+    return f"; {did_you_mean(key, model.model_fields)}"
 
 
 def to_yaml(recipe: BaseModel) -> str:

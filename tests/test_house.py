@@ -26,7 +26,7 @@ OTHER_YAML = ("splits", "tables", "pretrain")
 RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name not in OTHER_YAML)
 NO_TORCH = (
     "flags", "settings", "layers", "recipe", "plan", "runlog", "cli", "run", "core/problems", "core/places",
-    "core/files", "core/types", "core/yaml_text", "core/schema", "learning/phases", "learning/state",
+    "core/files", "core/names", "core/types", "core/yaml_text", "core/schema", "learning/phases", "learning/state",
     "methods/__init__", "checkpoints/cards", "checkpoints/families", "images/sources/__init__", "images/imageset",
     "pretraining/recipe", "pretraining/settings", "verbs/pretrain",
 )  # fmt: skip
@@ -89,13 +89,22 @@ def test_a_forbidden_import_is_found(tmp_path):
     assert set(contracts_broken(tmp_path)) == {contract for _, contract in FORBIDDEN.values()}
 
 
+def test_no_source_file_is_ignored_by_git():
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "finetune_mile"]
+    listed = set(subprocess.check_output(command, cwd=ROOT, text=True).splitlines())
+    files = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file()}
+    assert {name for name in files - listed if "__pycache__" not in name} == set()
+
+
 def test_files_stay_small():
     for path in MODULES:
-        assert len(path.read_text().splitlines()) <= 350, path
+        assert len(path.read_text().splitlines()) <= 500, path
 
 
 def test_every_recipe_is_valid_and_says_how_to_run_it():
-    assert len(RECIPES) >= 2
+    assert len(RECIPES) == 34, "a recipe was added, removed, or is not searched for any more"
     for path in RECIPES:
         resolved = check(read_yaml(path), {}, [], path, "test")
         assert "finetune_mile/run.py" in path.read_text().split("\ndata:")[0], f"{path}: its command is missing"
@@ -104,7 +113,7 @@ def test_every_recipe_is_valid_and_says_how_to_run_it():
 
 
 def test_every_pretraining_recipe_is_valid_and_says_how_to_run_it():
-    assert len(PRETRAIN_RECIPES) >= 2
+    assert len(PRETRAIN_RECIPES) == 2
     for path in PRETRAIN_RECIPES:
         for method in ("simclr", "mocov2", "byol", "swav"):
             resolved = pretraining.check(read_yaml(path), {"method": method}, [], path, "test")
@@ -115,6 +124,7 @@ def test_every_pretraining_recipe_is_valid_and_says_how_to_run_it():
 
 def test_every_card_is_valid():
     cards = list_cards()
+    assert len(cards) == 53
     assert "simclr-demo" in cards
     for path in cards.values():
         read_card(path)

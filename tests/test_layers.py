@@ -113,7 +113,7 @@ def test_the_resolved_recipe_has_none_of_the_three_keys(tmp_path):
 @pytest.mark.parametrize(
     ("tree", "sentence"),
     [
-        ({"base": "nowhere"}, "top.yaml: base: nowhere is no file beside it and no recipe; there are"),
+        ({"base": "nowhere"}, "top.yaml: base: nowhere is no file beside it and no recipe; known:"),
         ({"base": "top.yaml"}, "leads back to top.yaml, in a circle"),
         ({"base": "chain-0"}, "at most 4 files"),
         ({"base": "demo", "fractions": {2: {}}}, "top.yaml: fractions.2 is not a share"),

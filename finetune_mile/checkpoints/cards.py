@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from finetune_mile.core.names import nearest
 from finetune_mile.core.places import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
@@ -130,7 +130,7 @@ def find_card(name: str) -> Card:
     known = {alias: card for path in cards.values() for card in [read_card(path)] for alias in card.aliases}
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, [*cards, *known], n=3)
+    near = nearest(name, [*cards, *known], 3)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise Problem(
         f"--init {name}: no such file, and no card of that name{hint} (`finetune-mile weights ls` lists them)"

@@ -114,8 +114,6 @@ def compare(
 
 def sign_test(wins: int, losses: int) -> float:
     """Two-sided probability of a split at least as uneven as this one if both were equally likely to win."""
-    count = wins + losses
-    k = np.arange(min(wins, losses) + 1)
-    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1)))])
-    logs = log_factorial[count] - log_factorial[k] - log_factorial[count - k] - count * math.log(2)
-    return float(min(1.0, 2 * np.exp(logs).sum()))
+    from scipy.stats import binomtest
+
+    return float(binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0

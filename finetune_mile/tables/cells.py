@@ -1,19 +1,27 @@
-"""From a description to cells, and from cells to runs: settings, folders, commands, order. No torch here."""
+"""From a description to cells, and from cells to runs: settings, folders, commands, order, recipes. No torch here."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import importlib
+import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import yaml
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.flags import SETTINGS
-from finetune_mile.settings import FLAG_PATHS
+from finetune_mile.flags import SETTINGS, given_settings, parse
+from finetune_mile.layers import flat
+from finetune_mile.methods import METHODS
+from finetune_mile.settings import FLAG_PATHS, Resolved, resolve
 from finetune_mile.tables.description import Block, Settings, Table
 
 FLAGS_OF_PATHS = {path: flag for flag, path in FLAG_PATHS.items()}
@@ -94,27 +102,18 @@ def yaml_value(value: Any) -> str:
 # ------------------------------------------------------------------------------------------- settings
 
 
-def flatten(tree: Settings, prefix: str = "") -> dict[str, Any]:
-    """Nested settings with dotted keys; a flag's name becomes the key that it writes (`lr`: `optimizer.lr`)."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}".replace("-", "_")
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{name}.")
-        else:
-            flat[FLAG_PATHS.get(name, name)] = value
-    return flat
-
-
 def layered(*layers: Settings) -> dict[str, Any]:
-    """Settings on top of each other, the last one on top; steps and epochs replace each other, as do all rhos."""
-    found: dict[str, Any] = {}
+    """Settings on top of each other, with dotted keys, the last one on top.
+
+    A flag's name becomes the key that it writes (`lr`: `optimizer.lr`). Steps and epochs replace each other, as do all
+    rhos.
+    """
+    merged: dict[str, Any] = {}
     for layer in layers:
-        for key, value in flatten(layer).items():
-            for other in [k for k in found if k != key and _same_place(k, key)]:
-                del found[other]
-            found[key] = value
-    return found
+        for name, value in flat(layer).items():
+            key = FLAG_PATHS.get(name.replace("-", "_"), name.replace("-", "_"))
+            merged = {k: v for k, v in merged.items() if k == key or not _same_place(k, key)} | {key: value}
+    return merged
 
 
 def _same_place(a: str, b: str) -> bool:
@@ -168,11 +167,11 @@ def _job(table: Table, key: Key, known: set[Key], runs: Path, over: Settings) ->
 
 def _needed(table: Table, block: Block, key: Key, name: str, where: str, known: set[Key]) -> Key:
     """The run that a run needs: of the same column and seed, or of the only one there is."""
-    found = table.find_need(where, block)
-    columns = () if found is None else found[0].columns_of(found[1])
-    if found is None or not columns:  # the description as a whole was checked when it was read
+    need = table.find_need(where, block)
+    columns = () if need is None else need[0].columns_of(need[1])
+    if need is None or not columns:  # the description as a whole was checked when it was read
         raise Problem(f"{key.cell} needs {name}: quick: leaves out the columns of {where}; name them there")
-    other, row, fixed = found
+    other, row, fixed = need
     seeds = table.seeds_of(other, row)
     column = fixed if fixed is not None else key.column if key.column in columns else columns[0]
     seed = key.seed if key.seed in seeds else seeds[0]
@@ -187,24 +186,18 @@ def _needed(table: Table, block: Block, key: Key, name: str, where: str, known: 
 def in_order(jobs: Iterable[Job]) -> list[Job]:
     """Prerequisites first, else in the order of the description; a circle of needs is an error."""
     by_key = {job.key: job for job in jobs}
-    done: dict[Key, Job] = {}
-    open_: list[Key] = []
+    try:
+        TopologicalSorter({key: job.needs.values() for key, job in by_key.items()}).prepare()
+    except CycleError as error:
+        circle = " -> ".join(key.cell for key in reversed(error.args[1]))
+        raise Problem(f"needs: these wait for each other: {circle}") from error
 
-    def visit(key: Key) -> None:
-        if key in done:
-            return
-        if key in open_:
-            circle = " -> ".join(k.cell for k in [*open_[open_.index(key) :], key])
-            raise Problem(f"needs: these wait for each other: {circle}")
-        open_.append(key)
+    def chain(key: Key) -> Iterator[Key]:
         for need in by_key[key].needs.values():
-            visit(need)
-        open_.pop()
-        done[key] = by_key[key]
+            yield from chain(need)
+        yield key
 
-    for key in by_key:
-        visit(key)
-    return list(done.values())
+    return [by_key[key] for key in dict.fromkeys(k for key in by_key for k in chain(key))]
 
 
 def pick(jobs: Sequence[Job], only: Sequence[str], seeds: Sequence[int] | None) -> list[Job]:
@@ -223,12 +216,9 @@ def pick(jobs: Sequence[Job], only: Sequence[str], seeds: Sequence[int] | None) 
         for key in by_key
         if (not only or any(_matches(key, name) for name in only)) and (seeds is None or key.seed in seeds)
     }
-    todo = list(wanted)
-    while todo:
-        for need in by_key[todo.pop()].needs.values():
-            if need not in wanted:
-                wanted.add(need)
-                todo.append(need)
+    for job in reversed(jobs):  # prerequisites come first in `jobs`
+        if job.key in wanted:
+            wanted.update(job.needs.values())
     return [job for job in jobs if job.key in wanted]
 
 
@@ -252,15 +242,107 @@ def folder_of(runs: Path, key: Key) -> Path:
 
 
 def _check_slugs(table: Table) -> None:
-    groups: list[Iterable[str]] = [[b.name for b in table.blocks]]
-    for block in table.blocks:
-        groups += [block.rows, block.columns]
-    wrong = []
-    for names in groups:
-        taken: dict[str, str] = {}
-        for name in names:
-            other = taken.setdefault(slug(name), name)
-            if other != name:
-                wrong.append(f"{other!r} and {name!r} would share a folder; give one of them another name")
+    groups: list[Iterable[str]] = [[block.name for block in table.blocks]]
+    groups += [names for block in table.blocks for names in (block.rows, block.columns)]
+    wrong = [
+        f"{a!r} and {b!r} would share a folder; give one of them another name"
+        for names in groups
+        for a, b in combinations(names, 2)
+        if slug(a) == slug(b)
+    ]
     if wrong:
         raise Problem(*wrong)
+
+
+# -------------------------------------------------------------------------------------------------- resolved settings
+
+
+# What changes no number: not compared, not hashed. A seed belongs to a run, not to its cell.
+ASIDE = ("workers", "checkpoint_every", "log_every", "track", "precision", "seed")
+PLACES = ("data", "truth", "split")  # hashed without the folder that they lie in
+RECIPES = {"pretrain": "finetune_mile.pretraining"}  # verbs besides run that have recipes of their own
+NO_IMAGENET = "imagenet:data/imagenet"  # stands for ImageNet where it is not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    """A job's settings, resolved as far as its verb is known here."""
+
+    tree: Mapping[str, Any]  # dotted: value, other runs as {name}
+    hash: str
+    resolved: Resolved | None  # for the verb `run`
+    data_here: bool
+
+
+def resolve_all(jobs: Sequence[Job]) -> list[Meaning]:
+    """Resolve each job; cells are resolved once for all their seeds, and all problems are raised at once."""
+    cache: dict[str, Meaning] = {}
+    wrong: dict[str, dict[str, None]] = {}  # sentence: cells
+    meanings = []
+    for job in jobs:
+        mark = json.dumps([job.verb, dict(job.settings)], default=str)
+        mark += f" {job.key.seed}" if "{seed}" in mark else ""
+        if mark not in cache:
+            try:
+                cache[mark] = _meaning(job)
+            except Problem as problem:
+                for sentence in problem.sentences:
+                    wrong.setdefault(sentence, {})[job.key.cell] = None
+                continue
+        meanings.append(cache[mark])
+    if wrong:
+        raise Problem(*(f"{_some(list(cells))}: {sentence}" for sentence, cells in wrong.items()))
+    return meanings
+
+
+def _some(cells: Sequence[str]) -> str:
+    return cells[0] if len(cells) == 1 else f"{cells[0]} and {len(cells) - 1} more"
+
+
+def _meaning(job: Job) -> Meaning:
+    if job.verb != "run":
+        tree = _other_verb(job)
+        return Meaning(tree=tree, hash=hash_of(tree), resolved=None, data_here=True)
+    options = parse(dataclasses.replace(job, folders={}).flags())
+    resolved, here = resolve_anywhere(given_settings(options), options.sets)
+    blocks = [name for name in METHODS if name != "auto"]  # which also says what runs of other methods hold out
+    tree = _used(resolved.recipe.model_dump(mode="json"), blocks)
+    of_seed = {k: v for k, v in job.settings.items() if k in tree and "{seed}" in str(v)}  # one hash for all seeds
+    return Meaning(tree=tree, hash=hash_of({**tree, **of_seed}), resolved=resolved, data_here=here)
+
+
+def _other_verb(job: Job) -> dict[str, Any]:
+    """The whole recipe of a verb that has one, else the settings that the table gives."""
+    if job.verb not in RECIPES:
+        return dict(job.settings)
+    settings, recipe = (importlib.import_module(f"{RECIPES[job.verb]}.{name}") for name in ("settings", "recipe"))
+    flags = {"recipe": job.settings["recipe"]} if "recipe" in job.settings else {}
+    sets = [f"{key}={yaml_value(value)}" for key, value in job.settings.items() if key != "recipe"]
+    return _used(settings.resolve(flags, sets).recipe.model_dump(mode="json"), get_args(recipe.Method))
+
+
+def _used(tree: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
+    """A recipe with dotted keys, without the blocks of methods that it does not use."""
+    idle = {method.replace("-", "_") for method in methods if method != tree["method"]}
+    return flat({key: value for key, value in tree.items() if key not in idle})
+
+
+def resolve_anywhere(flags: Mapping[str, Any], sets: list[str]) -> tuple[Resolved, bool]:
+    """A recipe, also where ImageNet is meant and not on this machine; False: it is not."""
+    try:
+        return resolve(flags, sets), True
+    except Problem:
+        if flags.get("data", "imagenet") != "imagenet":
+            raise
+    return resolve({**flags, "data": NO_IMAGENET}, sets), False
+
+
+def hash_of(tree: Mapping[str, Any]) -> str:
+    """Eight digits that change with any setting that can change a number, and with nothing else."""
+    kept = {k: v for k, v in tree.items() if k not in ASIDE and v is not None}
+    for key in PLACES:
+        if isinstance(kept.get(key), str):
+            kind, colon, place = kept[key].partition(":")
+            kept[key] = f"{kind}{colon}{Path(place).name}"
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

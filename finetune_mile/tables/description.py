@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from finetune_mile.core.names import did_you_mean
 from finetune_mile.core.places import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.settings import read_yaml
@@ -17,7 +18,7 @@ Seeds = tuple[int, ...]
 
 
 class Part(BaseModel):
-    """Frozen, and deaf to nothing: an unknown key is an error."""
+    """Immutable; unknown keys raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -63,11 +64,8 @@ class Bar(Part):
     def bounds(self) -> tuple[float, float]:
         """The lowest and the highest value that meets it."""
         low, high = self.between or (float("-inf"), float("inf"))
-        return max(low, self._or(self.at_least, low)), min(high, self._or(self.at_most, high))
-
-    @staticmethod
-    def _or(value: float | None, other: float) -> float:
-        return other if value is None else value
+        low = low if self.at_least is None else max(low, self.at_least)
+        return low, high if self.at_most is None else min(high, self.at_most)
 
 
 class Heatmap(Part):
@@ -179,15 +177,15 @@ class Table(Part):
 
     def find_need(self, reference: str, block: Block) -> tuple[Block, str, str | None] | None:
         """Block, row and, where it is fixed, column that a `needs` entry means."""
-        found = self.find(reference, block)
-        if found is not None:
-            return (*found, None)
+        place = self.find(reference, block)
+        if place is not None:
+            return (*place, None)
         front, _, column = reference.rpartition("/")
-        found = self.find(front, block)
-        return (*found, column) if found is not None and column in found[0].columns_of(found[1]) else None
+        place = self.find(front, block)
+        return (*place, column) if place is not None and column in place[0].columns_of(place[1]) else None
 
 
-Kind = Literal["row", "column", "measure"]
+Kind = Literal["block", "row", "column", "measure"]
 
 
 def find_table(name: str) -> Path:
@@ -197,9 +195,7 @@ def find_table(name: str) -> Path:
         if path.is_file():
             return path
     names = sorted(p.stem for p in folder.glob("*.yaml"))
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names) or 'none'}"
-    raise Problem(f"table {name}: no such table or file; {hint}")
+    raise Problem(f"table {name}: no such table or file; {did_you_mean(name, names)}")
 
 
 def read_table(path: Path) -> Table:
@@ -232,15 +228,10 @@ def wrong_with(table: Table) -> list[str]:
         wrong += [f"block {block.name}: {sentence}" for sentence in _wrong_in_block(table, block)]
     for name, part in (table.quick.blocks if table.quick else {}).items():
         if name not in names:
-            wrong.append(f"quick: there is no block {name}{_near(name, names)}")
+            wrong += _missing("quick", "block", [name], names)
             continue
-        block = table.block(name)
-        wrong += [f"quick {name}: {_missing('row', r, block.rows)}" for r in part.rows or () if r not in block.rows]
-        wrong += [
-            f"quick {name}: {_missing('column', c, block.columns)}"
-            for c in part.columns or ()
-            if c not in block.columns
-        ]
+        wrong += _missing(f"quick {name}", "row", part.rows or (), table.block(name).rows)
+        wrong += _missing(f"quick {name}", "column", part.columns or (), table.block(name).columns)
     return wrong
 
 
@@ -251,67 +242,127 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
     for kind, names in (("block", [block.name]), ("row", block.rows), ("column", block.shown_columns)):
         wrong += [f"{kind} {n}: a name must not hold a slash" for n in names if "/" in n]
     for name, row in block.rows.items():
+        wrong += _missing(f"row {name}: only", "column", row.only or (), block.columns)
         wrong += [
-            f"row {name}: only: {_missing('column', c, block.columns)}"
-            for c in row.only or ()
-            if c not in block.columns
-        ]
-        wrong += [
-            f"row {name}: needs {what}: there is no row {where}; write ROW, BLOCK/ROW or BLOCK/ROW/COLUMN"
-            for what, where in row.needs.items()
+            f"row {name}: needs {need}: there is no row {where}; write ROW, BLOCK/ROW or BLOCK/ROW/COLUMN"
+            for need, where in row.needs.items()
             if table.find_need(where, block) is None
         ]
     for name, parts in block.means.items():
-        wrong += [f"means {name}: {_missing('column', c, block.columns)}" for c in parts if c not in block.columns]
+        wrong += _missing(f"means {name}", "column", parts, block.columns)
         if name in block.columns or not parts:
             wrong.append(f"means {name}: must name some columns, and be no column itself")
+    wrong += _missing("paper", "row", block.paper, block.rows)
     for name, columns in block.paper.items():
-        if name not in block.rows:
-            wrong.append(f"paper: {_missing('row', name, block.rows)}")
-        for column, numbers in columns.items():
-            if column not in block.shown_columns:
-                wrong.append(f"paper {name}: {_missing('column', column, block.shown_columns)}")
-            wrong += [
-                f"paper {name}: {_missing('measure', m, block.measures)}" for m in numbers if m not in block.measures
-            ]
-    pairs = [(r, "differences") for pair in block.differences for r in pair]
-    pairs += [(r, "bars") for bar in block.bars for r in bar.rows or (bar.row,) if r is not None]
-    wrong += [f"{where}: {_missing('row', row, block.rows)}" for row, where in pairs if table.find(row, block) is None]
+        wrong += _missing(f"paper {name}", "column", columns, block.shown_columns)
+        wrong += _missing(f"paper {name}", "measure", {m for ms in columns.values() for m in ms}, block.measures)
+    pairs = [r for pair in block.differences for r in pair if table.find(r, block) is None]
+    wrong += _missing("differences", "row", pairs, block.rows)
     for bar in block.bars:
-        if bar.column not in block.shown_columns:
-            wrong.append(f"bars: {_missing('column', bar.column, block.shown_columns)}")
-        else:
-            wrong += [f"bars: row {r} has no column {bar.column!r}" for r in _rows_without(table, block, bar)]
-        wrong += [
-            f"bars: {_missing('measure', m, block.measures)}"
-            for m in (bar.measure, bar.against)
-            if m is not None and m not in block.measures
-        ]
-    drawn = [("heatmap", m) for m in (block.heatmap.measures if block.heatmap else ())]
-    if block.curve is not None:
-        drawn += [("curve", m) for m in (block.curve.x, block.curve.y, block.curve.rivals_y) if m is not None]
-        named = (*(block.curve.rows or ()), *block.curve.rivals)
-        wrong += [f"curve: {_missing('row', r, block.rows)}" for r in named if r not in block.rows]
-    wrong += [f"{where}: {_missing('measure', m, block.measures)}" for where, m in drawn if m not in block.measures]
-    return wrong
+        unknown = [r for r in bar.rows or (bar.row or "",) if table.find(r, block) is None]
+        wrong += _missing("bars", "row", unknown, block.rows)
+        wrong += _missing("bars", "column", [bar.column], block.shown_columns)
+        wrong += [f"bars: row {r} has no column {bar.column!r}" for r in _rows_without(table, block, bar)]
+        wrong += _missing("bars", "measure", [bar.measure, bar.against or bar.measure], block.measures)
+    if block.heatmap is not None:
+        wrong += _missing("heatmap", "measure", block.heatmap.measures, block.measures)
+    if (curve := block.curve) is not None:
+        wrong += _missing("curve", "row", (*(curve.rows or ()), *curve.rivals), block.rows)
+        wrong += _missing("curve", "measure", [curve.x, curve.y, curve.rivals_y or curve.y], block.measures)
+    return list(dict.fromkeys(wrong))
 
 
 def _rows_without(table: Table, block: Block, bar: Bar) -> list[str]:
     """Rows of a bar that its column does not have; another block's only column stands for any."""
-    found = []
+    if bar.column not in block.shown_columns:
+        return []
+    without = []
     for reference in bar.rows or (bar.row or "",):
         place = table.find(reference, block)
         columns = [bar.column] if place is None else place[0].shown_columns_of(place[1])
         elsewhere = place is not None and place[0].name != block.name
         if columns and bar.column not in columns and not (elsewhere and len(columns) == 1):
-            found.append(reference)
-    return found
+            without.append(reference)
+    return without
 
 
-def _missing(kind: Kind, name: str, names: Any) -> str:
-    return f"there is no {kind} {name!r}{_near(name, list(names))}"
+def _missing(where: str, kind: Kind, used: Iterable[str], names: Collection[str]) -> list[str]:
+    """A sentence for each used name that is not among the names."""
+    unknown = [name for name in used if name not in names]
+    return [f"{where}: there is no {kind} {n!r}; {did_you_mean(repr(n), map(repr, names))}" for n in unknown]
 
 
-def _near(name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(map(repr, names)) or 'none'}"
+# ------------------------------------------------------------------------------------------- --quick: a smaller table
+
+
+def quick_table(table: Table) -> Table:
+    """Select the rows for --quick. Rows that others depend on are kept but not shown."""
+    quick = table.quick
+    if quick is None:
+        raise Problem(f"--quick: the table {table.title!r} does not say what its quick form is (a block quick:)")
+    parts = quick.blocks or {b.name: QuickBlock() for b in table.blocks}
+    wanted: dict[str, set[str]] = {name: set(part.rows or table.block(name).shown_rows) for name, part in parts.items()}
+    shown = {name: set(rows) for name, rows in wanted.items()}
+    _add_needed(table, wanted)
+    blocks = [
+        _shrink(table, block, parts.get(block.name), wanted[block.name], shown.get(block.name, set()))
+        for block in table.blocks
+        if wanted.get(block.name)
+    ]
+    return table.model_copy(
+        update={
+            "title": f"{table.title} (quick)", "blocks": tuple(blocks), "quick": None, "runs": f"{table.runs}-quick",
+            "settings": {**table.settings, **quick.settings}, "seeds": _fewer(table.seeds, quick.seeds),
+        }
+    )  # fmt: skip
+
+
+def _add_needed(table: Table, wanted: dict[str, set[str]]) -> None:
+    """Add the rows that wanted rows need, and those that these need."""
+    todo = [(table.block(name), row) for name, rows in wanted.items() for row in rows]
+    for block, row in todo:  # it grows
+        for reference in block.rows[row].needs.values():
+            need = table.find_need(reference, block)
+            assert need is not None  # checked when it was read
+            if need[1] not in wanted.setdefault(need[0].name, set()):
+                wanted[need[0].name].add(need[1])
+                todo.append(need[:2])
+
+
+def _shrink(table: Table, block: Block, part: QuickBlock | None, rows: set[str], shown: set[str]) -> Block:
+    assert table.quick is not None
+    part = part or QuickBlock()
+    seeds = part.seeds if part.seeds is not None else table.quick.seeds
+    columns = {c: s for c, s in block.columns.items() if part.columns is None or c in part.columns}
+    means = {name: parts for name, parts in block.means.items() if set(parts) <= set(columns)}
+    shown_columns = {*columns, *means}
+    kept = {}
+    for name, row in block.rows.items():
+        if name not in rows:
+            continue
+        only = None if row.only is None else tuple(c for c in row.only if c in columns)
+        own = None if row.seeds is None else _fewer(row.seeds, seeds)
+        kept[name] = row.model_copy(update={"only": only, "seeds": own, "hidden": row.hidden or name not in shown})
+
+    def here(reference: str) -> bool:
+        place = table.find(reference, block)
+        return place is not None and (place[0].name != block.name or place[1] in kept)
+
+    return block.model_copy(
+        update={
+            "columns": columns, "means": means, "rows": kept, "settings": {**block.settings, **part.settings},
+            "seeds": _fewer(block.seeds if block.seeds is not None else table.seeds, seeds),
+            "paper": {
+                r: {c: n for c, n in cs.items() if c in shown_columns} for r, cs in block.paper.items() if r in kept
+            },
+            "differences": tuple(pair for pair in block.differences if all(map(here, pair))),
+            "bars": tuple(
+                b for b in block.bars if b.column in shown_columns and all(map(here, b.rows or (b.row or "",)))
+            ),
+        }
+    )  # fmt: skip
+
+
+def _fewer(seeds: Seeds, wanted: Seeds | None) -> Seeds:
+    """The wanted ones among `seeds`; all where none is among them (a row with one seed of its own)."""
+    return tuple(s for s in seeds if wanted is None or s in wanted) or seeds

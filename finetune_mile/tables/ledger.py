@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune_mile.core.problems import Problem
+from finetune_mile.tables.cells import Key
 from finetune_mile.tables.description import Bar, Block, Table
-from finetune_mile.tables.records import Record
+from finetune_mile.tables.states import Record
 
 Verdict = Literal["within noise", "higher", "lower", "one seed", "not run", ""]
-# The 97.5 % points of Student's t for 1, 2, ... degrees of freedom.
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +28,7 @@ class Spread:
 
     @property
     def n(self) -> int:
-        """How many."""
+        """Number of seeds."""
         return len(self.values)
 
     @property
@@ -120,18 +119,18 @@ class CheckedBar:
     """A bar and what was measured."""
 
     bar: Bar
-    found: Spread
+    measured: Spread
     expected: int  # seeds
 
     @property
     def outcome(self) -> Literal["met", "NOT met", "not run", "seeds missing"]:
         """The mean over all seeds, or each of them, against the bounds; some of the seeds are not enough."""
-        if not self.found.n:
+        if not self.measured.n:
             return "not run"
-        if self.found.n < self.expected:
+        if self.measured.n < self.expected:
             return "seeds missing"
         low, high = self.bar.bounds
-        values = self.found.values if self.bar.each else (self.found.mean,)
+        values = self.measured.values if self.bar.each else (self.measured.mean,)
         return "met" if all(low <= value <= high for value in values) else "NOT met"
 
 
@@ -164,10 +163,10 @@ class Ledger:
 
 def noise(ours: Spread) -> float:
     """How far a single other draw may lie from our mean by chance (95 %)."""
+    from scipy.stats import t
+
     assert ours.sd is not None
-    free = ours.n - 1
-    t = STUDENT[free - 1] if free <= len(STUDENT) else 1.96 + 2.4 / free
-    return t * ours.sd * math.sqrt(1 + 1 / ours.n)
+    return float(t.ppf(0.975, ours.n - 1)) * ours.sd * math.sqrt(1 + 1 / ours.n)
 
 
 def short_commit(commit: str | None) -> str:
@@ -250,7 +249,7 @@ def _block(table: Table, block: Block, done: Grid, others: Grid, prices: Mapping
             cells.append(
                 Cell(
                     row=row, column=column, seeds=len(table.seeds_of(block, row)), runs=_sorted(runs),
-                    others=_sorted(others.get(place, {})), price=prices.get(words(*place), ""),
+                    others=_sorted(others.get(place, {})), price=prices.get(Key(*place, 0).cell, ""),
                     numbers={
                         name: Number(measure=name, ours=_spread(runs, key), paper=paper.get(name))
                         for name, key in block.measures.items()
@@ -260,20 +259,15 @@ def _block(table: Table, block: Block, done: Grid, others: Grid, prices: Mapping
     return BlockLedger(
         block=block, cells=tuple(cells),
         differences=tuple(
-            Difference(first=a, second=b, column=column, measure=name, paired=found)
+            Difference(first=a, second=b, column=column, measure=name, paired=paired)
             for a, b in block.differences
             for column in block.shown_columns
             for name in block.measures
-            if (found := _paired(table, block, a, b, column, name, done)) is not None
+            if (paired := _paired(table, block, a, b, column, name, done)) is not None
         ),
         bars=tuple(_checked(table, block, bar, done) for bar in block.bars),
         constants={name: _constant(block, key, done) for name, key in block.constants.items()},
     )  # fmt: skip
-
-
-def words(block: str, row: str, column: str) -> str:
-    """A cell's name."""
-    return " / ".join(part for part in (block, row, column) if part)
 
 
 def _sorted(runs: Mapping[int, Record]) -> tuple[Record, ...]:
@@ -286,10 +280,10 @@ def _spread(runs: Mapping[int, Record], key: str) -> Spread:
 
 def _values(table: Table, block: Block, reference: str, column: str, measure: str, done: Grid) -> dict[int, float]:
     """Seed to value of a row of this or another block."""
-    found = table.find(reference, block)
-    if found is None:  # --quick left its block out
+    place = table.find(reference, block)
+    if place is None:  # --quick left its block out
         return {}
-    other, row = found
+    other, row = place
     columns = other.shown_columns_of(row)
     column = column if column in columns else columns[0] if len(columns) == 1 else column
     key = other.measures.get(measure, block.measures[measure])
@@ -302,13 +296,11 @@ def _paired(
 ) -> Spread | None:
     """First minus second for the seeds that both have; None where one of the rows is not in the column."""
     for reference in (a, b):
-        found = table.find(reference, block)
-        if found is None:
+        place = table.find(reference, block)
+        if place is None:
             return None
-        columns = found[0].shown_columns_of(found[1])
-        if column not in columns and len(columns) != 1:
-            return None
-        if found[0].name == block.name and column not in columns:
+        columns = place[0].shown_columns_of(place[1])
+        if column not in columns and (len(columns) != 1 or place[0].name == block.name):
             return None
     pairs = ((a, measure), (b, against or measure))
     first, second = (_values(table, block, row, column, name, done) for row, name in pairs)
@@ -317,20 +309,20 @@ def _paired(
 
 def _checked(table: Table, block: Block, bar: Bar, done: Grid) -> CheckedBar:
     subject = bar.rows or (bar.row or "",)
-    seeds = [set(table.seeds_of(*found)) for row in subject if (found := table.find(row, block)) is not None]
+    seeds = [set(table.seeds_of(*place)) for row in subject if (place := table.find(row, block)) is not None]
     expected = len(set.intersection(*seeds)) if len(seeds) == len(subject) else 0  # --quick left a block out
     if bar.rows is not None:
         paired = _paired(table, block, *bar.rows, bar.column, bar.measure, done, bar.against)
-        return CheckedBar(bar=bar, found=paired or Spread(values=()), expected=expected)
+        return CheckedBar(bar=bar, measured=paired or Spread(values=()), expected=expected)
     values = _values(table, block, subject[0], bar.column, bar.measure, done)
-    return CheckedBar(bar=bar, found=Spread(values=tuple(values.values())), expected=expected)
+    return CheckedBar(bar=bar, measured=Spread(values=tuple(values.values())), expected=expected)
 
 
 def _constant(block: Block, key: str, done: Grid) -> dict[str, Spread]:
     """Values of a constant in each column, over all rows and seeds; they are the same unless the data differ."""
-    found = {}
+    spreads = {}
     for column in block.shown_columns:
         places = [done.get((block.name, row, column), {}) for row in block.shown_rows]
         values = [v for runs in places for v in _spread(runs, key).values]
-        found[column] = Spread(values=tuple(dict.fromkeys(values)))
-    return found
+        spreads[column] = Spread(values=tuple(dict.fromkeys(values)))
+    return spreads

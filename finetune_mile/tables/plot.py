@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +14,12 @@ if TYPE_CHECKING:
 
 COLOURS = ("#1b7fb5", "#d95f02", "#3a9a4f", "#8a5fb0", "#b8860b", "#555555")
 INK, PALE = "#333333", "#e4e4e4"
+COUNT_OF_COLOURS = 128  # of the file
 PER_LINE = 4  # panels side by side
 
 
-def plotted_hash(text: str) -> str:
-    """What the picture was drawn from, kept inside it: the hash of ledger.csv."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def draw(ledger: Ledger, csv: str) -> bytes | None:
-    """The picture as PNG; None where nothing was run and the paper says nothing."""
+def draw(ledger: Ledger, description: str) -> bytes | None:
+    """The picture as PNG that carries `description`; None where nothing was run and the paper says nothing."""
     from matplotlib.figure import Figure
 
     blocks = [b for b in ledger.blocks if b.block.measures and _has_numbers(b)]
@@ -42,8 +37,21 @@ def draw(ledger: Ledger, csv: str) -> bytes | None:
         else:
             _panels(part, block)
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=110, metadata={"Description": plotted_hash(csv), "Software": None})
-    return stream.getvalue()
+    figure.savefig(stream, format="png", dpi=110)
+    return _with_palette(stream, description)
+
+
+def _with_palette(stream: io.BytesIO, description: str) -> bytes:
+    """The same picture in a third of the bytes: a plot has few colours."""
+    from PIL import Image, PngImagePlugin
+
+    facts = PngImagePlugin.PngInfo()
+    facts.add_text("Description", description)
+    small = io.BytesIO()
+    with Image.open(stream) as picture:
+        few = picture.convert("RGB").quantize(COUNT_OF_COLOURS, dither=Image.Dither.NONE)
+    few.save(small, format="png", optimize=True, pnginfo=facts)
+    return small.getvalue()
 
 
 def _has_numbers(block: BlockLedger) -> bool:
@@ -117,27 +125,27 @@ def _heatmap(figure: SubFigure, ledger: Ledger, block: BlockLedger) -> None:
     assert wanted is not None
     axes = figure.subplots(1, len(wanted.measures), squeeze=False)[0]
     for axis, measure in zip(axes, wanted.measures, strict=True):
-        found: dict[tuple[Any, Any], float] = {}
+        means: dict[tuple[Any, Any], float] = {}
         for cell in (c for c in block.cells if c.column in block.block.columns):
             settings = _settings(ledger, block, cell.row, cell.column)
             ours = cell.numbers[measure].ours
             if ours.n:
-                found[settings.get(_key(wanted.x)), settings.get(_key(wanted.y))] = ours.mean
-        if found:
-            _map(axis, found)
+                means[settings.get(_key(wanted.x)), settings.get(_key(wanted.y))] = ours.mean
+        if means:
+            _map(axis, means)
         axis.set_xlabel(wanted.x)
         axis.set_ylabel(wanted.y)
         axis.set_title(measure, loc="left", fontsize=10, color=INK)
 
 
-def _map(axis: Axes, found: dict[tuple[Any, Any], float]) -> None:
+def _map(axis: Axes, means: dict[tuple[Any, Any], float]) -> None:
     from matplotlib.colors import Normalize
 
-    xs, ys = (_ordered({place[i] for place in found}) for i in (0, 1))
-    grid = [[found.get((x, y), float("nan")) for x in xs] for y in ys]
-    low, high = min(found.values()), max(found.values())
+    xs, ys = (_ordered({place[i] for place in means}) for i in (0, 1))
+    grid = [[means.get((x, y), float("nan")) for x in xs] for y in ys]
+    low, high = min(means.values()), max(means.values())
     axis.imshow(grid, cmap="viridis", norm=Normalize(low, high), aspect="auto", origin="lower")
-    for (x, y), value in found.items():
+    for (x, y), value in means.items():
         pale = value > low + 0.6 * (high - low)
         axis.text(xs.index(x), ys.index(y), f"{value:.1f}", ha="center", va="center", fontsize=9,
                   color=INK if pale else "white")  # fmt: skip
@@ -157,8 +165,8 @@ def _curve(figure: SubFigure, block: BlockLedger) -> None:
     for axis, column in zip(axes[: len(columns)], columns, strict=True):
         for rows, measure, colour in ((joined, wanted.y, COLOURS[0]), (wanted.rivals, wanted.rivals_y, COLOURS[1])):
             measure = measure or wanted.y
-            found = [c for r in rows if (c := block.cell(r, column)) is not None and c.numbers[measure].ours.n]
-            points = [(c.row, c.numbers[wanted.x].ours, c.numbers[measure].ours) for c in found]
+            cells = [c for r in rows if (c := block.cell(r, column)) is not None and c.numbers[measure].ours.n]
+            points = [(c.row, c.numbers[wanted.x].ours, c.numbers[measure].ours) for c in cells]
             if rows is joined:
                 axis.plot([x.mean for _, x, _ in points], [y.mean for _, _, y in points], color=PALE, lw=2, zorder=1)
             for name, x, y in points:

@@ -1,4 +1,7 @@
-"""Run jobs in worker processes that stay alive: torch is imported once, a run of seconds stays one of seconds."""
+"""The missing runs: list them, print their commands, or run them in worker processes that stay alive. No torch here.
+
+A worker imports torch once, so that a run of seconds stays one of seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from finetune_mile.tables.cells import Job, Key, head
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from finetune_mile.tables.cells import Job, Key, head, yaml_value
 from finetune_mile.tables.states import State
+from finetune_mile.tables.writing import duration
 
 STOP_SECONDS = 120.0  # a run that was told to stop may finish its step and save
 
@@ -57,7 +66,113 @@ def order_for(state: State, runs: Path, launch: str | None) -> Order:
     return Order(key=job.key, verb=job.verb, arguments=tuple(arguments), log=str(log), launch=launch)
 
 
-# ------------------------------------------------------------------------------------- in the worker
+# ---------------------------------------------------------------------------------------------------------- --dry-run
+
+
+def dry_run(states: Sequence[State], launch: str) -> str:
+    """Every cell: state of its seeds, command, settings that the table gives and where values come from."""
+    lines = []
+    cells: dict[str, list[State]] = {}
+    for state in states:
+        cells.setdefault(state.job.key.cell, []).append(state)
+    for number, (cell, mine) in enumerate(cells.items(), 1):
+        first = mine[0]
+        lines += [f"{number}. {cell}" + (" (prerequisite)" if first.job.hidden else "") + f": {_status(mine)}"]
+        lines += [f"   {first.job.command(launch)}"]
+        if len(mine) > 1:
+            lines += [f"   and --seed {', '.join(str(s.job.key.seed) for s in mine[1:])}{_own_settings(mine)}"]
+        lines += [f"   needs {name}: {need.cell}" for name, need in first.job.needs.items()]
+        lines += [f"     {line}" for line in settings_and_sources(first)]
+        lines += [""]
+    done = sum(s.status == "done" for s in states)
+    return "\n".join([*lines, f"{len(cells)} cells, {len(states)} runs, {done} of them done"])
+
+
+def _own_settings(states: Sequence[State]) -> str:
+    """Settings that depend on the seed, as the second one has them."""
+    first, second = (state.meaning.tree for state in states[:2])
+    own = [key for key, value in second.items() if key != "seed" and value != first.get(key)]
+    return "".join(f"; {key} is their own, such as {yaml_value(second[key])}" for key in own)
+
+
+def _status(states: Iterable[State]) -> str:
+    parts = []
+    for status, same in groupby(sorted(states, key=lambda s: s.status), key=lambda s: s.status):
+        group = list(same)
+        why = next((s.why for s in group if s.why), "")
+        seeds = ", ".join(str(s.job.key.seed) for s in group)
+        parts.append(f"{status} (seed {seeds})" + (f" [{why}]" if why else ""))
+    return "; ".join(parts)
+
+
+def settings_and_sources(state: State) -> list[str]:
+    """Settings that flags gave, or whose source the recipe names: `key = value   who said it; where it is from`."""
+    resolved = state.meaning.resolved
+    if resolved is None:
+        return [f"{key} = {yaml_value(value)}" for key, value in state.meaning.tree.items()]
+    sources = resolved.sources
+    lines = [f"recipe = {resolved.path.stem}   {resolved.why}"]
+    for key, value in state.meaning.tree.items():
+        speaker = resolved.said_by.get(key, "")
+        source = sources.get(key) or sources.get(key.rpartition(".")[0], "")
+        if key == "seed" or (key == "data" and not state.meaning.data_here):
+            continue
+        if speaker.startswith("--") or source:
+            lines.append(f"{key} = {yaml_value(value)}   " + "; ".join(part for part in (speaker, source) if part))
+    if not state.meaning.data_here:
+        lines.append("data = imagenet   found by IMAGENET_DIR when it is run; it is not on this machine")
+    return lines
+
+
+# -------------------------------------------------------------------------------------------------------- --commands
+
+
+def shell_lines(orders: Sequence[Order], launch: str) -> str:
+    """A line a run, in an order that works."""
+    return "\n".join(_line(order, launch) for order in orders)
+
+
+def _line(order: Order, launch: str) -> str:
+    return f"{head(order.verb, launch)} {shlex.join(order.arguments)}"
+
+
+def slurm_script(orders: Sequence[Order], jobs: Sequence[Job], launch: str, name: str) -> str:
+    """A script that submits one array a level: a level needs nothing but the levels before it."""
+    level = levels(jobs, [order.key for order in orders])
+    groups: dict[int, list[Order]] = {}
+    for order in orders:
+        groups.setdefault(level[order.key], []).append(order)
+    lines = [
+        "#!/bin/bash", f"# Runs of the table {name}: bash THIS_FILE submits {len(groups)} array(s), in order.",
+        "# SBATCH_OPTIONS takes more options, such as '--gres=gpu:1 --time=24:00:00 --cpus-per-task=8'.",
+        "set -euo pipefail", "after=",
+    ]  # fmt: skip
+    for number, group in sorted(groups.items()):
+        lines += [
+            "",
+            f"job=$(sbatch --parsable --job-name={shlex.quote(Path(name).stem)}-{number} --array=0-{len(group) - 1} "
+            "${after:+--dependency=afterok:$after} ${SBATCH_OPTIONS:-} <<'RUNS'",
+            "#!/bin/bash",
+            "case $SLURM_ARRAY_TASK_ID in",
+            *(f"  {i}) {_line(order, launch)} ;;" for i, order in enumerate(group)),
+            "esac",
+            "RUNS",
+            ")",
+            "after=$job",
+        ]
+    return "\n".join(lines)
+
+
+def levels(jobs: Sequence[Job], wanted: Sequence[Key]) -> dict[Key, int]:
+    """How many wanted runs stand one behind the other before each: 0 for those that wait for nothing."""
+    chosen, level = set(wanted), dict[Key, int]()
+    for job in jobs:  # prerequisites come first
+        below = [level[need] + (need in chosen) for need in job.needs.values() if need in level]
+        level[job.key] = max(below, default=0)
+    return {key: level[key] for key in wanted}
+
+
+# ------------------------------------------------------------------------------------------------------ in the worker
 
 
 def work(channel: Connection, threads: int) -> None:
@@ -91,8 +206,6 @@ def _carry_out(order: Order) -> int:
         except SystemExit as error:
             return error.code if isinstance(error.code, int) else 1
         except BaseException:  # a worker outlives its runs' bugs
-            import traceback
-
             traceback.print_exc()
             return 1
         finally:
@@ -266,3 +379,49 @@ def _stop(pool: list[_Worker], on_end: Callable[[Outcome], None]) -> None:
     for worker in (w for w in pool if w.key is not None):
         if worker.channel.poll(max(deadline - time.monotonic(), 0.0)):
             on_end(_outcome_of(worker))
+
+
+# --------------------------------------------------------------------------------------------------------- with a bar
+
+
+def run_with_progress(jobs: Sequence[Job], orders: Sequence[Order], *, workers: int, threads: int) -> int:
+    """0 all went well, 1 some failed, 130 stopped."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)  # names and errors have brackets
+    logs = {order.key: order.log for order in orders}
+    failed: list[Outcome] = []
+    began, ended = time.monotonic(), 0
+    together = min(workers, len(orders))
+    console.print(f"{len(orders)} runs, {together} at a time with {threads} thread{'s' * (threads > 1)} each")
+    bar = Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"), console=console,
+    )  # fmt: skip
+    task = bar.add_task("starting", total=len(orders), left="")
+
+    def on_start(key: Key) -> None:
+        bar.update(task, description=f"{key.cell}, seed {key.seed}")
+
+    def on_end(outcome: Outcome) -> None:
+        nonlocal ended
+        ended += 1
+        key = outcome.key
+        name = f"{key.cell}, seed {key.seed}"
+        left = (time.monotonic() - began) / ended * (len(orders) - ended)
+        words = f"about {duration(left)} left" if ended < len(orders) else ""
+        bar.update(task, completed=ended, left=words)
+        if outcome.code in (130, 143):
+            console.print(f"  stopped {name}; the next call goes on with it", style="yellow")
+        elif outcome.code:
+            failed.append(outcome)
+            console.print(f"  FAILED {name}: {outcome.last_line}", style="red")
+        else:
+            console.print(f"  {ended}/{len(orders)} {name}: {duration(outcome.seconds)}. {words}", style="dim")
+
+    with bar:
+        whole = run_jobs(jobs, orders, workers=workers, threads=threads, on_start=on_start, on_end=on_end)
+    if failed:
+        console.print(f"{len(failed)} of {len(orders)} runs failed:", style="red")
+        for outcome in failed:
+            console.print(f"  {outcome.key.cell}, seed {outcome.key.seed}: {outcome.last_line}")
+            console.print(f"    {logs[outcome.key]}")
+    return 130 if not whole else 1 if failed else 0

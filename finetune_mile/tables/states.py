@@ -1,26 +1,26 @@
-"""What became of each run: done, stale, stopped, or not there. No torch here."""
+"""State of each run (done, stale, stopped, failed, not run), and its line in runs.jsonl. No torch here."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
 from finetune_mile.layers import flat
 from finetune_mile.settings import read_yaml
-from finetune_mile.tables.cells import Job, Key
-from finetune_mile.tables.resolving import ASIDE, NO_IMAGENET, Meaning
+from finetune_mile.tables.cells import ASIDE, NO_IMAGENET, Job, Key, Meaning
 
 Status = Literal["done", "stale", "stopped", "failed", "not run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """A run folder, looked at."""
+    """State of one run folder: done, stale, stopped, failed or not run."""
 
     job: Job
     meaning: Meaning
@@ -31,11 +31,11 @@ class State:
     replace: bool = False  # what is in the folder is of no use: it is overwritten
 
 
-def look(jobs: Sequence[Job], meanings: Sequence[Meaning], runs: Path) -> list[State]:
+def states_of(jobs: Sequence[Job], meanings: Sequence[Meaning], runs: Path) -> list[State]:
     """The state of every run; a run is stale where what it needs is not done, or was begun after it."""
     states: dict[Key, State] = {}
     for job, meaning in zip(jobs, meanings, strict=True):
-        state = _look_at(job, meaning, runs)
+        state = _state_of(job, meaning, runs)
         why = next((w for name, need in job.needs.items() if (w := _outdated(state, name, states[need]))), "")
         if why and state.status != "not run":
             state = dataclasses.replace(state, status="stale", why=why, replace=True)
@@ -45,14 +45,14 @@ def look(jobs: Sequence[Job], meanings: Sequence[Meaning], runs: Path) -> list[S
 
 def _outdated(state: State, name: str, need: State) -> str:
     """Why a run that was begun cannot rest on what `need` is now; nothing where it can."""
-    what = f"its {name} ({need.job.key.cell})"
+    subject = f"its {name} ({need.job.key.cell})"
     if need.status != "done":
-        return f"{what} is to be run again"
+        return f"{subject} is to be run again"
     began, other = state.info.get("began"), need.info.get("began")
-    return f"{what} was run again after it" if began and other and began < other else ""
+    return f"{subject} was run again after it" if began and other and began < other else ""
 
 
-def _look_at(job: Job, meaning: Meaning, runs: Path) -> State:
+def _state_of(job: Job, meaning: Meaning, runs: Path) -> State:
     folder = job.folder
 
     def state(status: Status, why: str = "", *, replace: bool = False) -> State:
@@ -86,22 +86,19 @@ def differences(job: Job, meaning: Meaning, runs: Path) -> list[str]:
     if not meaning.data_here and now.get("data") == NO_IMAGENET:
         now.pop("data")  # ImageNet was there when it was run
     aside = [key for key in ASIDE if key != "seed"]
-    found = []
-    for key, value in now.items():
-        if key in aside or (value is None and (key not in was or job.verb != "run")):
-            continue
-        if _same(was.get(key), value, runs):
-            continue
-        found.append(f"{key} was {was.get(key)}, is {value}")
-    return found
+    return [
+        f"{key} was {was.get(key)}, is {value}"
+        for key, value in now.items()
+        if key not in aside
+        and (value is not None or (key in was and job.verb == "run"))
+        and not _same(was.get(key), value, runs)
+    ]
 
 
 def _same(a: Any, b: Any, runs: Path) -> bool:
     if isinstance(a, str) and isinstance(b, str):
-        return a == b or _below(a, runs) == _below(b, runs)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return list(a) == list(b)
-    return bool(a == b)
+        return _below(a, runs) == _below(b, runs)
+    return bool(a == b) or (isinstance(a, list | tuple) and isinstance(b, list | tuple) and list(a) == list(b))
 
 
 def _below(text: str, runs: Path) -> str:
@@ -119,3 +116,60 @@ def _json(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise Problem(f"{path} is damaged ({error.msg}); remove its run folder to run it again") from error
     return value if isinstance(value, dict) else {}
+
+
+# --------------------------------------------------------------------------------------------------------- runs.jsonl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a run folder says about itself."""
+
+    block: str
+    row: str
+    column: str
+    seed: int
+    status: str  # done, stale, stopped or failed
+    recipe: str  # hash of the resolved recipe, without seed and places
+    results: dict[str, float]
+    seconds: float | None
+    device: str | None
+    threads: int | None
+    commit: str | None
+    why: str = ""
+
+    @property
+    def key(self) -> Key:
+        """Which run."""
+        return Key(self.block, self.row, self.column, self.seed)
+
+
+def records_of(states: Iterable[State]) -> list[Record]:
+    """A line for each run that was begun; only a done run has results."""
+    return [
+        Record(
+            **s.job.key._asdict(), status=s.status, recipe=s.meaning.hash, why=s.why,
+            results=dict(s.results) if s.status == "done" else {}, seconds=s.info.get("seconds"),
+            device=s.info.get("device"), threads=s.info.get("threads"), commit=s.info.get("git"),
+        )
+        for s in states
+        if s.status != "not run"
+    ]  # fmt: skip
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Write runs.jsonl at once."""
+    with whole_file(path) as part:
+        part.write_text("".join(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read runs.jsonl."""
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            value: dict[str, Any] = json.loads(line)
+            records.append(Record(**value))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise Problem(f"{path} line {number} is not a run ({error}); write it anew with --ledger-only") from error
+    return records

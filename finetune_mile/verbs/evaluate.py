@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,15 +84,9 @@ def _seed(text: str) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags and refuse, all at once, what cannot work; no torch yet."""
     parser = build_parser()
-    tidy = [w.partition("=")[0].replace("_", "-") + w[len(w.partition("=")[0]) :] if w[:2] == "--" else w for w in argv]
     options: argparse.Namespace
-    options, rest = parser.parse_known_args(tidy)
-    problems = []
-    for word in (word.partition("=")[0] for word in rest if word.startswith("-")):
-        near = difflib.get_close_matches(word, parser._option_string_actions, n=1, cutoff=0.5)
-        problems.append(f"{word}: unknown flag" + (f"; did you mean {near[0]}?" if near else " (--help lists them)"))
-    if rest and not problems:
-        problems.append(f"{rest[0]}: what is this? every setting is a flag (--help lists them)")
+    options, rest = parser.parse_known_args(argv)
+    problems = parser.strangers(rest)
     if (options.model is None) == (options.logits is None):
         problems.append("give --model (run:DIR, timm:NAME, hf:NAME, a file) or --logits FILE, one of them")
     for check in (_check_sources, _check_data, _check_out):

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table as RichTable
+
 from finetune_mile.core.problems import Problem
+from finetune_mile.display import wide_console
 from finetune_mile.flags import Parser, given_settings, parse
 from finetune_mile.settings import Resolved
-from finetune_mile.tables.resolving import resolve_anywhere
+from finetune_mile.tables.cells import make_jobs, resolve_all, resolve_anywhere
+from finetune_mile.tables.description import find_table, quick_table, read_table
+from finetune_mile.tables.states import states_of
+from finetune_mile.tables.writing import duration
+from finetune_mile.verbs.table import settings_of
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
     from finetune_mile.pricing.making import Offer
 
 EPILOG = """examples:
@@ -34,6 +42,8 @@ def build_parser() -> Parser:
     parser.add_argument("--table", metavar="NAME", help="a table below recipes/tables/, or a file")
     parser.add_argument("--quick", action="store_true", help="with --table: its short form")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="with --table: where its run folders are")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+                        help="a setting of the recipe, or of every run of the table")  # fmt: skip
     return parser
 
 
@@ -41,14 +51,13 @@ def main(argv: list[str]) -> int:
     """0 fine, 2 the command or its input was wrong."""
     options, rest = build_parser().parse_known_args(argv)
     if options.table is not None:
-        sets = [word for flag, word in zip(rest[::2], rest[1::2], strict=False) if flag == "--set"]
-        if len(rest) != 2 * len(sets):
-            raise Problem(f"{rest[0]}: with --table only --quick, --runs and --set KEY=VALUE are understood")
-        return plan_table(options, sets)
+        if rest:
+            raise Problem(f"{rest[0]}: not available with --table. Use --quick, --runs DIR or --set KEY=VALUE.")
+        return plan_table(options)
     if options.quick or options.runs:
         raise Problem("--quick and --runs belong to --table NAME")
     given = parse(rest)
-    resolved, known = resolve_anywhere(given_settings(given), given.sets)
+    resolved, known = resolve_anywhere(given_settings(given), options.sets)
     from finetune_mile import devices
     from finetune_mile.pricing.making import make_offer
 
@@ -64,7 +73,6 @@ def main(argv: list[str]) -> int:
 def describe(resolved: Resolved, offer: Offer, known: bool) -> str:
     """An offer as lines for a reader."""
     from finetune_mile.pricing.timing import device_words
-    from finetune_mile.tables.sheets import duration
 
     recipe, counts, found = offer.recipe, offer.counts, offer.estimate
     scene, seconds = offer.scene, found.seconds
@@ -100,8 +108,6 @@ def _network_words(offer: Offer) -> str:
 
 def all_warnings(offer: Offer) -> list[str]:
     """Of the recipe, and of this machine."""
-    import shutil
-
     found = list(offer.warnings)
     free = shutil.disk_usage(".").free
     if offer.estimate.disk_bytes > free:
@@ -117,8 +123,6 @@ def all_warnings(offer: Offer) -> list[str]:
 
 def memory_here() -> int | None:
     """Bytes of the GPU, else of the machine; None where that cannot be told."""
-    import os
-
     import torch
 
     if torch.cuda.is_available():
@@ -139,24 +143,14 @@ def size_words(count: float) -> str:
 # --------------------------------------------------------------------------------------- a whole table
 
 
-def plan_table(options: argparse.Namespace, sets: list[str]) -> int:
+def plan_table(options: argparse.Namespace) -> int:
     """Every cell of a table, and the sum of what is missing."""
-    from rich.console import Console
-
-    from finetune_mile.display import wide_console
-    from finetune_mile.tables.cells import make_jobs
-    from finetune_mile.tables.description import find_table, read_table
-    from finetune_mile.tables.quick import quick_table
-    from finetune_mile.tables.resolving import resolve_all
-    from finetune_mile.tables.states import look
-    from finetune_mile.verbs.table import settings_of
-
     table = read_table(find_table(options.table))
     if options.quick:
         table = quick_table(table)
     runs = options.runs or Path(table.runs)
-    jobs = make_jobs(table, runs, settings_of(sets))
-    states = look(jobs, resolve_all(jobs), runs)
+    jobs = make_jobs(table, runs, settings_of(options.sets))
+    states = states_of(jobs, resolve_all(jobs), runs)
 
     from finetune_mile import devices
     from finetune_mile.pricing.table_prices import price_cells
@@ -179,10 +173,6 @@ def plan_table(options: argparse.Namespace, sets: list[str]) -> int:
 
 def table_of(title: str, offers: dict[str, Offer | str], seeds: dict[str, int], missing: dict[str, int]) -> RichTable:
     """One line a cell."""
-    from rich.table import Table as RichTable
-
-    from finetune_mile.tables.sheets import duration
-
     shown = RichTable(
         "cell", "runs", "missing", "steps", "epochs", "generations", "teacher", "disk", "memory", "a run",
         title=title, title_justify="left", box=None, pad_edge=False,
@@ -209,7 +199,6 @@ def _millions(images: int) -> str:
 def sums(offers: dict[str, Offer | str], seeds: dict[str, int], missing: dict[str, int]) -> list[str]:
     """Totals over cells and seeds, and the warnings of all cells, each once."""
     from finetune_mile.pricing.timing import NOTHING, device_words
-    from finetune_mile.tables.sheets import duration
 
     priced = {cell: offer for cell, offer in offers.items() if not isinstance(offer, str)}
     lines = []

@@ -12,19 +12,18 @@ from typing import Any
 from finetune_mile.core.files import locked
 from finetune_mile.core.problems import Problem
 from finetune_mile.flags import Parser
-from finetune_mile.settings import set_value
-from finetune_mile.tables.cells import LAUNCH, Job, make_jobs, pick
-from finetune_mile.tables.description import find_table, read_table
-from finetune_mile.tables.listing import dry_run, shell_lines, slurm_script
-from finetune_mile.tables.quick import quick_table
-from finetune_mile.tables.resolving import resolve_all
-from finetune_mile.tables.running import Order, order_for
-from finetune_mile.tables.states import State, look
+from finetune_mile.settings import set_settings
+from finetune_mile.tables.cells import LAUNCH, Job, make_jobs, pick, resolve_all
+from finetune_mile.tables.description import find_table, quick_table, read_table
+from finetune_mile.tables.running import Order, dry_run, order_for, run_with_progress, shell_lines, slurm_script
+from finetune_mile.tables.states import State, states_of
+from finetune_mile.tables.writing import EXTRA, write_extra, write_ledger
 
 EPILOG = """examples:
   finetune-mile table ssl --dry-run                        every cell: state, command, settings and their sources
   finetune-mile table mini-ssl --quick                     run the short form, write docs/tables/mini-ssl-quick
   finetune-mile table ssl --commands slurm > ssl.sh        the missing runs as SLURM arrays
+  finetune-mile table ssl --format html --format latex     the ledger that is there, as other files
   finetune-mile table ssl --only fine-tuning/byol --launch "accelerate launch --num_processes 8"
 """
 
@@ -55,6 +54,8 @@ def build_parser() -> Parser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                         help="a setting for every run, such as data=folder:photos")  # fmt: skip
     parser.add_argument("--ledger-only", action="store_true", help="run nothing, write the ledger from what is there")
+    parser.add_argument("--format", action="append", choices=tuple(EXTRA), default=[],
+                        help="run nothing, write the ledger that is there in this format; may be repeated")  # fmt: skip
     parser.add_argument("--no-prices", action="store_true", help="do not estimate what missing cells would cost here")
     return parser
 
@@ -66,10 +67,15 @@ def main(argv: list[str]) -> int:
     table = read_table(path)
     if options.quick:
         table = quick_table(table)
+    folder = options.out or Path("docs/tables") / (path.stem + ("-quick" if options.quick else ""))
+    if options.format:
+        for file in write_extra(folder, table, options.format):
+            sys.stdout.write(f"{file}\n")
+        return 0
     runs = options.runs or Path(table.runs)
     jobs = make_jobs(table, runs, settings_of(options.sets))
     meanings = resolve_all(jobs)
-    states = look(jobs, meanings, runs)
+    states = states_of(jobs, meanings, runs)
     picked = {job.key for job in pick(jobs, options.only, seeds_of(options.seeds))}
     chosen = [s for s in states if s.job.key in picked]
     launch = options.launch or LAUNCH
@@ -79,33 +85,25 @@ def main(argv: list[str]) -> int:
     report_stale(chosen, options.again)
     orders = [order_for(s, runs, options.launch) for s in chosen if wanted(s, options.again)]
     if options.commands:
-        text = (
-            shell_lines(orders, launch)
-            if options.commands == "shell"
-            else slurm_script(orders, jobs, launch, path.stem)
-        )
+        shell = options.commands == "shell"
+        text = shell_lines(orders, launch) if shell else slurm_script(orders, jobs, launch, path.stem)
         sys.stdout.write(text + "\n" if orders else "")
         return 0
     code = 0
     if orders and not options.ledger_only:
         code = run(jobs, orders, runs, options.jobs)
-        states = look(jobs, meanings, runs)
-    from finetune_mile.tables.writing import write_ledger
-
-    folder = options.out or Path("docs/tables") / (path.stem + ("-quick" if options.quick else ""))
+        states = states_of(jobs, meanings, runs)
     write_ledger(folder, options.name, table, states, quick=options.quick, prices=not options.no_prices)
     return code
 
 
-def settings_of(pairs: Sequence[str]) -> dict[str, Any]:
-    """`--set KEY=VALUE` arguments as settings."""
-    found = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or not key.strip():
-            raise Problem(f"--set {pair}: write KEY=VALUE, for example --set data=folder:photos")
-        found[key.strip()] = set_value(key.strip(), text)
-    return found
+def settings_of(sets: list[str]) -> dict[str, Any]:
+    """`--set KEY=VALUE` arguments as settings of a table."""
+    wrong: list[str] = []
+    settings = {key: value for key, (value, _) in set_settings(sets, wrong).items()}
+    if wrong:
+        raise Problem(*wrong)
+    return settings
 
 
 def seeds_of(text: str | None) -> list[int] | None:
@@ -133,8 +131,6 @@ def report_stale(states: Sequence[State], again: bool) -> None:
 
 def run(jobs: Sequence[Job], orders: Sequence[Order], runs: Path, parallel: int | None) -> int:
     """Run what is missing; the exit code."""
-    from finetune_mile.tables.progress import run_with_progress
-
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if parallel is not None and parallel < 1:
         raise Problem(f"--jobs {parallel}: at least one run at a time")

@@ -15,6 +15,7 @@ from rich.table import Table
 from finetune_mile.checkpoints.cards import check_init, find_card, list_cards, read_card
 from finetune_mile.checkpoints.fetching import folder_of, is_cached
 from finetune_mile.core.problems import Problem
+from finetune_mile.flags import Parser
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,18 +28,23 @@ TOLERANCE = 1e-4  # largest difference over the largest feature
 def main(argv: list[str]) -> int:
     """Run one verb; 0 fine, 1 the check failed, 2 the command or its input was wrong."""
     args = _parser().parse_args(argv)
-    try:
-        code: int = args.run(args)
-    except Problem as problem:
-        for sentence in problem.sentences:
-            Console(stderr=True, soft_wrap=True, highlight=False).print(sentence, markup=False)
-        return 2
+    code: int = args.run(args)
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="finetune-mile weights", description=__doc__)
-    verbs = parser.add_subparsers(required=True, metavar="ls | show | check | convert | docs")
+class _Verb(Parser):
+    """Refuses unknown flags itself, so that the nearest one is among its own."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, rest = super().parse_known_args(args, namespace)
+        if rest:
+            raise Problem(*self.strangers(rest))
+        return options, rest
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="finetune-mile weights", description=__doc__)
+    verbs = parser.add_subparsers(required=True, metavar="ls | show | check | convert | docs", parser_class=_Verb)
     ls = verbs.add_parser("ls", help="the published checkpoints we have a card for")
     ls.add_argument("--json", action="store_true", help="for scripts")
     ls.set_defaults(run=_ls)
@@ -247,7 +253,3 @@ def _docs(args: argparse.Namespace) -> int:
     write_page(args.out, parity=args.parity, rewritten=args.rewritten)
     _say(f"{args.out} is written")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

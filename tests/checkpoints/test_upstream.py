@@ -23,9 +23,9 @@ from finetune_mile.checkpoints.loading import open_contents
 from finetune_mile.checkpoints.locating import Located
 from finetune_mile.checkpoints.readers import read
 from finetune_mile.checkpoints.teachers import load_with_head
+from finetune_mile.cli import main
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.heads import get_head
-from finetune_mile.verbs.weights import main as weights
 
 TOLERANCE = 1e-4  # of the largest feature
 BESIDE = 0.01  # a misreading is at least so far away
@@ -153,7 +153,7 @@ def test_mocov3_vit_small_has_12_heads(
 
     path = build("mocov3_vit_small")
     own, other = path.parent / "own", path.parent / "timm"
-    assert weights(["convert", str(path), str(own)]) == 0
+    assert main(["weights", "convert", str(path), str(own)]) == 0
     again = finetune_mile.load(str(own / "model.safetensors"))
     assert again.report.arch == "timm:vit_small_patch16_224:heads=12"
     assert_as_upstream(again, "mocov3_vit_small")
@@ -161,7 +161,7 @@ def test_mocov3_vit_small_has_12_heads(
     config = json.loads((own / "config.json").read_text()) | {"arch": "timm:vit_small_patch16_224"}
     write_export(path.parent / "old", again, config)
     assert finetune_mile.load(str(path.parent / "old")).report.arch == "timm:vit_small_patch16_224"
-    assert weights(["convert", str(path), str(other), "--to", "timm"]) == 0
+    assert main(["weights", "convert", str(path), str(other), "--to", "timm"]) == 0
     assert_as_upstream(timm.create_model(f"local-dir:{other}", pretrained=True), "mocov3_vit_small")
     assert finetune_mile.load(str(other)).report.arch == again.report.arch
     momentum = finetune_mile.load(f"{path}::state_dict/module.momentum_encoder")
@@ -207,9 +207,9 @@ def test_an_export_keeps_what_no_tensor_shows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = build(name)
-    assert weights(["convert", str(path), str(path.parent / "own")]) == 0
+    assert main(["weights", "convert", str(path), str(path.parent / "own")]) == 0
     assert_as_upstream(finetune_mile.load(str(path.parent / "own" / "model.safetensors")), name)
-    assert weights(["convert", str(path), str(path.parent / "timm"), "--to", "timm"]) == 2
+    assert main(["weights", "convert", str(path), str(path.parent / "timm"), "--to", "timm"]) == 2
     assert "timm has no resnet18-" in capsys.readouterr().err
     with pytest.raises(Problem, match=r"holds a resnet18-.*(norelu|nopool), --arch says resnet18"):
         finetune_mile.load(str(path), arch="resnet18-cifar" if "cifar" in name else "resnet18")

@@ -18,7 +18,11 @@ import finetune_mile
 from finetune_mile.checkpoints.cards import list_cards
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import load_network
-from finetune_mile.verbs.weights import main
+from finetune_mile.cli import main as command
+
+
+def main(words: list[str]) -> int:
+    return command(["weights", *words])
 
 
 def noise(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -60,8 +64,8 @@ def test_ls_and_show(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("verb", [["ls"], ["show", "byol"], ["check", "mocov9"], ["check", "none.pth"]])
 def test_no_torch_before_it_is_needed(verb: list[str]) -> None:
     code = (
-        "import sys; from finetune_mile.verbs.weights import main\n"
-        f"code = main({verb!r}); assert 'torch' not in sys.modules; sys.exit(code)"
+        "import sys; from finetune_mile.cli import main\n"
+        f"code = main(['weights', *{verb!r}]); assert 'torch' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == (2 if verb[0] == "check" else 0), done.stderr

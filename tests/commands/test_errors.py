@@ -8,8 +8,14 @@ import pytest
 from golden import FLAGS, flags_of_every_verb
 from shortcuts import ROOT
 
+from finetune_mile.cli import main
+from finetune_mile.core.problems import Failed
+
 CASES = {
     "unknown flag": (["--fractoin", "0.1"], "did you mean --fraction?"),
+    "a flag of another tool": (["--learning_rate", "1"], "did you mean --lr?"),
+    "a short flag of another tool": (["--bs", "8"], "did you mean --batch-size?"),
+    "a setting that has no flag": (["--size", "224"], "did you mean --set size=?"),
     "several at once": (["--fraction", "2", "--k-t", "0", "--seed", "x"], "--fraction 2"),
     "fraction": (["--fraction", "2"], "less than or equal to 1"),
     "k_t": (["--k-t", "0"], "--k-t 0"),
@@ -23,9 +29,9 @@ CASES = {
     "unknown key": (["--set", "optimizer.momentun=0.8"], "did you mean momentum?"),
     "no value": (["--set", "optimizer.momentum"], "write KEY=VALUE"),
     "no teacher": (["--method", "distill"], "needs --teacher"),
-    "missing recipe": (["--recipe", "demoo"], "there are demo"),
+    "missing recipe": (["--recipe", "demoo"], "did you mean demo?"),
     "steps and epochs": (["--steps", "5", "--epochs", "1"], "give one of them"),
-    "a word too many": (["demo"], "demo: what is this?"),
+    "a word too many": (["demo"], "unexpected argument 'demo'"),
     "resume with a setting": (["--resume", "somewhere", "--seed", "1"], "takes no other setting"),
     "resume nothing": (["--resume", "somewhere"], "not a run folder"),
 }
@@ -76,18 +82,47 @@ assert "torch" not in sys.modules
 
 
 def test_explain_json_gives_every_setting_and_who_set_it(tmp_path, monkeypatch, capsys):
-    from finetune_mile.run import main
-
     monkeypatch.setenv("IMAGENET_DIR", str(tmp_path))  # empty: neither data nor weights are needed
-    assert main(["--init", "simclrv2-sk1", "--fraction", "0.01", "--lr", "0.3", "--explain", "--json"]) == 0
+    assert main(["run", "--init", "simclrv2-sk1", "--fraction", "0.01", "--lr", "0.3", "--explain", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["recipe"] == "simclrv2-large.yaml"
     assert found["settings"]["optimizer.lr"] == {"value": 0.3, "set_by": "--lr"}
     assert found["settings"]["mile.k_t"]["set_by"] == "base any.yaml, fractions 0.01"
     assert found["settings"]["mile.k_t"]["source"].startswith("our choice")
     assert found["settings"]["precision"] == {"value": "no", "set_by": "schema"}
-    assert main(["--json"]) == 2
+    assert main(["run", "--json"]) == 2
     assert "--json belongs to --explain" in capsys.readouterr().err
+
+
+VERBS = {
+    "weights shw": "error: finetune-mile weights shw: unknown; did you mean show?",
+    "weights ls --jsn": "error: --jsn: unknown flag; did you mean --json?",
+    "weights show x --arch=": "error: --arch: the value is empty; write --arch VALUE, or leave out the flag",
+    "weights": "error: the following arguments are required: ls | show | check | convert | docs "
+    "(--help lists the flags)",
+    "train": "error: train: unknown verb; did you mean run?",
+    "tabel ssl": "error: tabel: unknown verb; did you mean table?",
+    "table ssl --formt csv": "error: --formt: unknown flag; did you mean --format?",
+    "table ssl --format tex": "error: --format tex: unknown; did you mean latex?",
+    "doctor --data x --worker 3": "error: --worker: unknown flag; did you mean --workers?",
+    "pack a b --sise 3": "error: --sise: unknown flag; did you mean --size?",
+    "doctor --data demo more": "error: unexpected argument 'more'. Settings are flags (see --help).",
+}
+
+
+@pytest.mark.parametrize("words", VERBS)
+def test_every_verb_tells_a_problem_in_the_same_way(words, capsys):
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err == VERBS[words] + "\n"
+
+
+def test_a_check_that_fails_has_another_exit_code_than_a_wrong_command(monkeypatch, capsys):
+    def fail(_):
+        raise Failed("the disk is full")
+
+    monkeypatch.setattr("finetune_mile.verbs.weights._ls", fail)
+    assert main(["weights", "ls"]) == 1
+    assert capsys.readouterr().err == "error: the disk is full\n"
 
 
 def test_the_flags_of_every_verb_are_these():

@@ -256,7 +256,7 @@ CASES = {
     "nothing": ([], "give --model"),
     "both": (["--model", "timm:resnet18", "--logits", "x.parquet"], "one of them"),
     "unknown flag": (["--modl", "x"], "did you mean --model?"),
-    "a word": (["x"], "x: what is this?"),
+    "a word": (["x"], "unexpected argument 'x'"),
     "no data": (["--model", "timm:resnet18"], "--data is missing"),
     "no file": (["--model", "nothing.pth", "--data", "demo"], "--model nothing.pth: no such file"),
     "no run": (["--model", "run:nowhere"], "no directory 'nowhere'"),

@@ -30,7 +30,7 @@ def test_what_is_wrong_with_a_setting_is_said():
     assert "needs a block byol" in wrong("--method", "byol", "--set", "byol=null")
     assert "no source is called" in wrong("--data", "nowhere:x")
     assert "did you mean --method?" in wrong("--methd", "byol")
-    assert "no such file or recipe; there are grids" in wrong("--recipe", "girds")
+    assert "no such file or recipe; did you mean grids?" in wrong("--recipe", "girds")
 
 
 def test_resume_takes_no_other_setting(tmp_path):

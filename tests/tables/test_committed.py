@@ -1,41 +1,79 @@
 """Every ledger in docs/tables is what its runs.jsonl says, to the byte; and that is what the run folders say."""
 
+import json
+import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
 from PIL import Image
 from shortcuts import ROOT
 
-from finetune_mile.tables.cells import make_jobs
-from finetune_mile.tables.description import find_table, read_table
-from finetune_mile.tables.plot import plotted_hash
-from finetune_mile.tables.records import records_of
-from finetune_mile.tables.resolving import resolve_all
-from finetune_mile.tables.states import look
-from finetune_mile.tables.writing import recompute
+from finetune_mile.tables.cells import make_jobs, resolve_all
+from finetune_mile.tables.description import find_table, quick_table, read_table
+from finetune_mile.tables.states import records_of, states_of
+from finetune_mile.tables.writing import markdown, plotted_hash, read_ledger
 
 LEDGERS = sorted(p.parent for p in (ROOT / "docs/tables").glob("*/runs.jsonl"))
 TABLES = sorted((ROOT / "recipes/tables").glob("*.yaml"))
 
 
+def recompute(folder):
+    """The ledger and the runs of a committed folder."""
+    head = json.loads((folder / "prices.json").read_text(encoding="utf-8"))
+    table = read_table(find_table(head["table"]))
+    return read_ledger(folder, quick_table(table) if head["quick"] else table)
+
+
 @pytest.mark.parametrize("folder", LEDGERS, ids=lambda p: p.name)
 def test_a_committed_ledger_is_recomputed_to_the_byte(folder):
-    _, _, texts = recompute(folder)
-    for name, text in texts.items():
-        assert (folder / name).read_text(encoding="utf-8") == text, f"{folder / name}: write it with --ledger-only"
-    if (folder / "plot.png").is_file():
-        with Image.open(folder / "plot.png") as picture:
-            assert picture.info["Description"] == plotted_hash(texts["ledger.csv"])
+    ledger, _ = recompute(folder)
+    page, plot = folder / "ledger.md", folder / "plot.png"
+    assert page.read_text(encoding="utf-8") == markdown(ledger, plot=plot.is_file()), f"{page}: write it anew"
+    if plot.is_file():
+        with Image.open(plot) as picture:
+            assert picture.info["Description"] == plotted_hash(ledger)
+
+
+def test_a_ledger_is_few_files():
+    assert len(LEDGERS) == len(TABLES) == 8
+    for folder in LEDGERS:
+        tracked = subprocess.check_output(["git", "ls-files", "."], cwd=folder, text=True).split()
+        assert set(tracked) <= {"ledger.md", "plot.png", "prices.json", "runs.jsonl"}
+
+
+@pytest.mark.parametrize("folder", LEDGERS, ids=lambda p: p.name)
+def test_numbers_in_a_committed_page_are_means_and_deviations_of_its_runs(folder):
+    """Computed here without our code, so that a mistake in it does not agree with itself."""
+    ledger, _ = recompute(folder)
+    page = (folder / "ledger.md").read_text(encoding="utf-8")
+    seen: dict[tuple[str, str, str], list[dict[str, float]]] = {}
+    for line in (folder / "runs.jsonl").read_text(encoding="utf-8").splitlines():
+        run = json.loads(line)
+        if run["status"] == "done":
+            seen.setdefault((run["block"], run["row"], run["column"]), []).append(run["results"])
+    for block in (b for b in ledger.table.blocks if b.shown_rows):
+        part = page.partition(f"\n## {block.name}\n")[2].partition("\n## ")[0]
+        for (name, row, _), results in seen.items():
+            if name != block.name or row not in block.shown_rows:
+                continue
+            lines = [line for line in part.splitlines() if line.startswith(f"| {row} |")]
+            for key in block.measures.values():
+                if not (values := [r[key] for r in results if key in r]):
+                    continue
+                numbers = [statistics.fmean(values), *([statistics.stdev(values)] if len(values) > 1 else [])]
+                texts = [" ± ".join(f"{number:.{places}f}" for number in numbers) for places in (2, 3)]
+                assert any(f"| {text} |" in line for text in texts for line in lines), (name, row, key)
 
 
 @pytest.mark.parametrize("folder", LEDGERS, ids=lambda p: p.name)
 def test_a_committed_ledger_agrees_with_its_run_folders(folder):
-    ledger, records, _ = recompute(folder)
+    ledger, records = recompute(folder)
     runs = ROOT / ledger.table.runs
     if not runs.is_dir():
         pytest.skip(f"needs {ledger.table.runs}, the run folders, which are not committed")
     jobs = make_jobs(ledger.table, runs, {})
-    there = {r.key: r for r in records_of(look(jobs, resolve_all(jobs), runs))}
+    there = {r.key: r for r in records_of(states_of(jobs, resolve_all(jobs), runs))}
     for record in records:
         if record.key in there and there[record.key].status == "done":
             assert there[record.key].results == record.results, record.key

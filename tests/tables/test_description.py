@@ -4,10 +4,8 @@ import pytest
 from tiny import TINY, write_tiny
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.tables.cells import Key, folder_of, layered, make_jobs, pick, slug
-from finetune_mile.tables.description import Table, find_table, read_table
-from finetune_mile.tables.quick import quick_table
-from finetune_mile.tables.resolving import resolve_all
+from finetune_mile.tables.cells import Key, folder_of, layered, make_jobs, pick, resolve_all, slug
+from finetune_mile.tables.description import Table, find_table, quick_table, read_table
 
 
 def test_every_wrong_reference_is_told_at_once(tmp_path):
@@ -30,7 +28,7 @@ def test_every_wrong_reference_is_told_at_once(tmp_path):
         "no measure 'topone'; did you mean 'top-1'?",
         "no row 'nobody'",
         "no column '5 %'",
-        "no block fine-tunning; did you mean 'fine-tuning'?",
+        "no block 'fine-tunning'; did you mean 'fine-tuning'?",
     ):
         assert part in text
 

@@ -11,8 +11,8 @@ from finetune_mile.core.problems import Problem
 from finetune_mile.tables.description import find_table, read_table
 from finetune_mile.tables.ledger import make_ledger
 from finetune_mile.tables.plot import draw
-from finetune_mile.tables.records import Record
-from finetune_mile.tables.sheets import bars
+from finetune_mile.tables.states import Record
+from finetune_mile.tables.writing import bars
 
 TABLE = {
     "title": "T", "runs": "runs/t", "seeds": [0, 1], "settings": {"recipe": "demo"},
@@ -49,7 +49,7 @@ def runs():
 def test_a_bar_on_each_seed_and_one_on_two_measures(tmp_path):
     block = make_ledger(read(tmp_path), runs(), {}).blocks[0]
     assert [bar.outcome for bar in block.bars] == ["met", "NOT met", "met"]
-    assert block.bars[2].found.values == (5.0, 5.0)
+    assert block.bars[2].measured.values == (5.0, 5.0)
     shown = [row[:3] for row in bars(block).rows]
     assert shown[1] == ("accuracy: one, x, each seed", "at least 15", "10.00 to 30.00")
     assert shown[2][0] == "F1 of one - accuracy of two, x"
@@ -65,7 +65,7 @@ def test_a_bar_on_each_seed_and_one_on_two_measures(tmp_path):
 )
 def test_every_kind_of_picture_is_drawn_and_differs(tmp_path, changes):
     ledger = make_ledger(read(tmp_path, **changes), runs(), {})
-    picture = matplotlib.image.imread(io.BytesIO(draw(ledger, "csv")))
+    picture = matplotlib.image.imread(io.BytesIO(draw(ledger, "hash")))
     inside = picture[40:-10, 40:-10, :3]
     assert picture.shape[1] == 1430
     colours = {tuple(c) for c in (inside.reshape(-1, 3) * 255).round().astype(int)[::7].tolist()}

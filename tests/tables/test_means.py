@@ -7,14 +7,11 @@ import pytest
 import yaml
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.tables.cells import make_jobs
-from finetune_mile.tables.description import find_table, read_table
+from finetune_mile.tables.cells import make_jobs, resolve_all
+from finetune_mile.tables.description import find_table, quick_table, read_table
 from finetune_mile.tables.ledger import make_ledger
-from finetune_mile.tables.listing import dry_run
-from finetune_mile.tables.quick import quick_table
-from finetune_mile.tables.records import Record
-from finetune_mile.tables.resolving import resolve_all
-from finetune_mile.tables.states import look
+from finetune_mile.tables.running import dry_run
+from finetune_mile.tables.states import Record, states_of
 
 TABLE = {
     "title": "T", "runs": "runs/t", "seeds": [0, 1], "settings": {"recipe": "demo"},
@@ -76,7 +73,7 @@ def test_a_setting_with_the_seed_is_the_seed_s_own_and_has_one_hash():
     meanings = resolve_all(jobs)
     assert [m.tree["data"].partition("draw=")[2] for m in meanings] == ["10", "11", "12", "13", "14"]
     assert len({m.hash for m in meanings}) == 1
-    shown = dry_run(look(jobs, meanings, Path("nowhere")), "run")
+    shown = dry_run(states_of(jobs, meanings, Path("nowhere")), "run")
     assert "and --seed 11, 12, 13, 14; data is their own, such as colored-mnist:?side=14&protocol=10%&draw=11" in shown
 
 

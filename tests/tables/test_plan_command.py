@@ -109,7 +109,7 @@ def test_a_table_is_summed_over_its_runs(tmp_path, capsys):
     assert "all 4 runs: " in text
     assert "missing 4 runs: " in text
     assert main(["plan", "--table", str(path), "--init", "none"]) == 2
-    assert "with --table only" in capsys.readouterr().err
+    assert "not available with --table" in capsys.readouterr().err
 
 
 def test_a_cell_that_was_not_run_has_a_price(tmp_path, capsys):

@@ -3,7 +3,7 @@
 import signal
 from types import SimpleNamespace
 
-from finetune_mile.tables import progress, running
+from finetune_mile.tables import running
 from finetune_mile.tables.cells import Key
 
 KEY = Key("block", "row [/a]", "", 0)
@@ -15,9 +15,9 @@ def test_brackets_in_names_and_errors_are_words(monkeypatch, capsys):
         on_end(running.Outcome(key=KEY, code=1, seconds=0.0, last_line="error: [/b] is no folder"))
         return True
 
-    monkeypatch.setattr(progress, "run_jobs", fail)
+    monkeypatch.setattr(running, "run_jobs", fail)
     order = running.Order(key=KEY, verb="run", arguments=(), log="log [/c].txt", launch=None)
-    assert progress.run_with_progress([], [order], workers=1, threads=1) == 1
+    assert running.run_with_progress([], [order], workers=1, threads=1) == 1
     said = capsys.readouterr().err
     assert "FAILED block / row [/a], seed 0: error: [/b] is no folder" in said
     assert "log [/c].txt" in said

@@ -1,14 +1,16 @@
 """`finetune-mile table` as a user types it, on runs of a second each."""
 
 import json
+import shutil
 
 import pytest
 from PIL import Image
 from tiny import write_tiny
 
 from finetune_mile.cli import main
-from finetune_mile.tables.plot import plotted_hash
-from finetune_mile.tables.records import read_records
+from finetune_mile.tables.description import read_table
+from finetune_mile.tables.states import read_records
+from finetune_mile.tables.writing import plotted_hash, read_ledger
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +39,37 @@ def test_a_failed_run_is_reported_and_the_rest_goes_on(done):
 
 
 def test_the_ledger_has_all_its_files_and_the_picture_knows_its_numbers(done):
-    folder, _, _ = done
+    folder, path, _ = done
     names = {p.name for p in (folder / "ledger").iterdir()}
-    assert names == {"runs.jsonl", "prices.json", "ledger.md", "ledger.csv", "ledger.tex", "ledger.html", "plot.png"}
-    text = (folder / "ledger/ledger.csv").read_text()
+    assert names == {"runs.jsonl", "prices.json", "ledger.md", "plot.png"}
+    ledger, _ = read_ledger(folder / "ledger", read_table(path))
     with Image.open(folder / "ledger/plot.png") as picture:
-        assert picture.info["Description"] == plotted_hash(text)
+        assert picture.info["Description"] == plotted_hash(ledger)
     assert "| after | 100 % | top-1 | 60 |" in (folder / "ledger/ledger.md").read_text()
+
+
+def test_other_formats_are_written_on_demand_from_the_runs_that_are_recorded(done, tmp_path, capsys):
+    folder, path, _ = done
+    out = tmp_path / "ledger"
+    shutil.copytree(folder / "ledger", out)
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    command = ["table", str(path), "--runs", str(tmp_path / "none"), "--out", str(out)]
+    assert main([*command, "--format", "html", "--format", "csv", "--format", "latex"]) == 0
+    assert capsys.readouterr().out.split() == [str(out / f"ledger.{end}") for end in ("html", "csv", "tex")]
+    assert {name: (out / name).read_bytes() for name in before} == before, (
+        "no run folder was read, nothing else written"
+    )
+    assert "data:image/png;base64," in (out / "ledger.html").read_text()
+    assert "fine-tuning,student,10 %,top-1," in (out / "ledger.csv").read_text()
+    assert r"\begin{tabular}" in (out / "ledger.tex").read_text()
+    (out / "ledger.csv").write_text("outdated")
+    (out / "ledger.tex").unlink()
+    assert run(folder, path, "--out", str(out), "--ledger-only", "--no-prices") == 0
+    assert "fine-tuning,student," in (out / "ledger.csv").read_text()
+    assert not (out / "ledger.tex").exists()
+    capsys.readouterr()
+    assert main(["table", str(path), "--out", str(tmp_path / "nothing"), "--format", "csv"]) == 2
+    assert "runs.jsonl: not found" in capsys.readouterr().err
 
 
 def test_what_is_done_is_not_run_again_and_what_is_missing_is_listed(done, capsys):

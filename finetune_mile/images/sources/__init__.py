@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+from finetune_mile.core.names import did_you_mean
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.idx import find_mnist
 from finetune_mile.images.imageset import Data
@@ -40,9 +40,8 @@ def split_name(data: str) -> tuple[str, str]:
     if not colon and scheme not in PLACELESS:
         scheme, where = "folder", data
     if scheme not in SOURCES:
-        near = difflib.get_close_matches(scheme, SOURCES, n=1)
-        hint = f"did you mean {near[0]}:?" if near else f"known: {', '.join(SOURCES)}"
-        raise Problem(f"--data {data}: no source is called {scheme!r}; {hint}")
+        known = [f"{name}:" for name in SOURCES]
+        raise Problem(f"--data {data}: no source is called {scheme!r}; {did_you_mean(f'{scheme}:', known)}")
     if scheme == "imagenet" and not where.partition("?")[0]:
         where = _imagenet_place() + where
     _check_place(data, scheme, where.partition("?")[0])

@@ -93,7 +93,7 @@ def _from_csv(path: Path, what: str) -> dict[str, str]:
 
 def _from_devkit(path: Path, what: str) -> list[str]:
     """The development kit numbers classes in its own way; its meta.mat says which synset has which number."""
-    from scipy.io import loadmat  # type: ignore[import-untyped]
+    from scipy.io import loadmat
 
     try:
         with tarfile.open(path) as archive:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import unquote
 
+from finetune_mile.core.names import did_you_mean
 from finetune_mile.core.problems import Problem
 
 
@@ -18,9 +18,7 @@ def read_options(scheme: str, where: str, known: Sequence[str]) -> tuple[str, di
         if not equals or not value:
             raise Problem(f"--data {scheme}:{where}: write {key or 'key'}=VALUE after the question mark")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-            raise Problem(f"--data {scheme}:{where}: unknown option {key}; {hint}")
+            raise Problem(f"--data {scheme}:{where}: unknown option {key}; {did_you_mean(key, known)}")
         options[key] = unquote(value)
     return place, options
 
