@@ -12,7 +12,7 @@ from finetune_mile.core.problems import Problem, tell
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("finetune_mile.run", "train: the same as finetune_mile/run.py"),
     "pretrain": ("finetune_mile.verbs.pretrain", "pre-train without labels: SimCLR, MoCo-v2, BYOL or SwAV"),
-    "table": ("finetune_mile.verbs.table", "a table of runs: what is done, run the rest, write the ledger"),
+    "table": ("finetune_mile.paper.table", "a table of runs: what is done, run the rest, write the ledger"),
     "plan": ("finetune_mile.verbs.plan", "time a few steps here, say what a recipe or a table would take"),
     "weights": ("finetune_mile.verbs.weights", "checkpoints: ls, show, check, convert"),
     "eval": ("finetune_mile.verbs.evaluate", "score any classifier, or saved logits, on any data"),

@@ -124,3 +124,12 @@ def closing_table(results: dict[str, float], title: str) -> Table:
         if key in results:
             table.add_row(f"[bold]{key}", f"{results[key]:.2f}{unit and ' ' + unit}", meaning)
     return table
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that a reader would use."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:,.{1 if seconds < 360_000 else 0}f} h"

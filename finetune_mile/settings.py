@@ -22,6 +22,7 @@ from finetune_mile.methods import METHOD_FLAGS, METHODS, get_method
 from finetune_mile.recipe import VARIANTS, FullRecipe, Recipe
 from finetune_mile.runlog import read_info, recipe_hash
 
+NO_IMAGENET = "imagenet:data/imagenet"  # stands for ImageNet where it is not
 Model = TypeVar("Model", bound=BaseModel)
 __all__ = [
     "Resolved", "check", "choose_recipe", "find_imagenet", "find_recipe", "read_yaml", "resolve", "resumed_recipe",
@@ -85,6 +86,16 @@ def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
     place, who = find_imagenet()
     recipe = resolved.recipe.model_copy(update={"data": place})
     return replace(resolved, recipe=recipe, said_by={**resolved.said_by, "data": who})
+
+
+def resolve_anywhere(flags: Mapping[str, Any], sets: list[str]) -> tuple[Resolved, bool]:
+    """A recipe, also where ImageNet is meant and not on this machine; False: it is not."""
+    try:
+        return resolve(flags, sets), True
+    except Problem:
+        if flags.get("data", "imagenet") != "imagenet":
+            raise
+    return resolve({**flags, "data": NO_IMAGENET}, sets), False
 
 
 def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path: Path, why: str) -> Resolved:

@@ -75,6 +75,7 @@ FORBIDDEN = {
     "images/order.py": ("def late():\n    import accelerate", "Accelerate stays where processes matter"),
     "learning/targets.py": ("from finetune_mile.methods import mile", "the loop does not know the methods"),
     "methods/mile.py": ("from finetune_mile import recipe", "a method knows learning and the floor"),
+    "verbs/doctor.py": ("from finetune_mile.paper import idx", "nothing imports the paper's part"),
     "training.py": ("import finetune_mile.run", "nothing imports the entry"),
 }
 

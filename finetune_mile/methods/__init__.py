@@ -45,8 +45,8 @@ METHODS = {
     "wan": "finetune_mile.methods.wan",
     "large-loss": "finetune_mile.methods.large_loss",
     "role": "finetune_mile.methods.role",
-    "irm": "finetune_mile.methods.irm",
-    "rex": "finetune_mile.methods.rex",
+    "irm": "finetune_mile.paper.irm",
+    "rex": "finetune_mile.paper.rex",
 }
 NEEDS = {
     "teacher": "it imitates a teacher: --semi, --rho and pseudo-labels make sense",

@@ -10,7 +10,7 @@ import torch
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.grids import Layout, make_grids
 from finetune_mile.images.sources import load_data, split_name
-from finetune_mile.images.sources.multi_mnist import load
+from finetune_mile.paper.multi_mnist import load
 
 
 def idx(values):

@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 from shortcuts import ROOT
 
-from finetune_mile.tables.cells import make_jobs, resolve_all
-from finetune_mile.tables.description import find_table, quick_table, read_table
-from finetune_mile.tables.states import records_of, states_of
-from finetune_mile.tables.writing import markdown, plotted_hash, read_ledger
+from finetune_mile.paper.tables.cells import make_jobs, resolve_all
+from finetune_mile.paper.tables.description import find_table, quick_table, read_table
+from finetune_mile.paper.tables.states import records_of, states_of
+from finetune_mile.paper.tables.writing import markdown, plotted_hash, read_ledger
 
 LEDGERS = sorted(p.parent for p in (ROOT / "docs/tables").glob("*/runs.jsonl"))
 TABLES = sorted((ROOT / "recipes/tables").glob("*.yaml"))

@@ -4,8 +4,8 @@ import pytest
 from tiny import TINY, write_tiny
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.tables.cells import Key, folder_of, layered, make_jobs, pick, resolve_all, slug
-from finetune_mile.tables.description import Table, find_table, quick_table, read_table
+from finetune_mile.paper.tables.cells import Key, folder_of, layered, make_jobs, pick, resolve_all, slug
+from finetune_mile.paper.tables.description import Table, find_table, quick_table, read_table
 
 
 def test_every_wrong_reference_is_told_at_once(tmp_path):

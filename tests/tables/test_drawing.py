@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.tables.description import find_table, read_table
-from finetune_mile.tables.ledger import make_ledger
-from finetune_mile.tables.plot import draw
-from finetune_mile.tables.states import Record
-from finetune_mile.tables.writing import bars
+from finetune_mile.paper.tables.description import find_table, read_table
+from finetune_mile.paper.tables.ledger import make_ledger
+from finetune_mile.paper.tables.plot import draw
+from finetune_mile.paper.tables.states import Record
+from finetune_mile.paper.tables.writing import bars
 
 TABLE = {
     "title": "T", "runs": "runs/t", "seeds": [0, 1], "settings": {"recipe": "demo"},

@@ -8,10 +8,10 @@ import pytest
 from tiny import TINY
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.tables import writing
-from finetune_mile.tables.description import Table
-from finetune_mile.tables.ledger import Number, Spread, make_ledger, noise
-from finetune_mile.tables.states import Record, read_records, write_records
+from finetune_mile.paper.tables import writing
+from finetune_mile.paper.tables.description import Table
+from finetune_mile.paper.tables.ledger import Number, Spread, make_ledger, noise
+from finetune_mile.paper.tables.states import Record, read_records, write_records
 
 
 def record(row, seed, column="10 %", status="done", **results):

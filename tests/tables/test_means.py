@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.tables.cells import make_jobs, resolve_all
-from finetune_mile.tables.description import find_table, quick_table, read_table
-from finetune_mile.tables.ledger import make_ledger
-from finetune_mile.tables.running import dry_run
-from finetune_mile.tables.states import Record, states_of
+from finetune_mile.paper.tables.cells import make_jobs, resolve_all
+from finetune_mile.paper.tables.description import find_table, quick_table, read_table
+from finetune_mile.paper.tables.ledger import make_ledger
+from finetune_mile.paper.tables.running import dry_run
+from finetune_mile.paper.tables.states import Record, states_of
 
 TABLE = {
     "title": "T", "runs": "runs/t", "seeds": [0, 1], "settings": {"recipe": "demo"},

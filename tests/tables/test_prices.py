@@ -2,7 +2,7 @@
 
 import json
 
-from finetune_mile.tables.writing import _prices
+from finetune_mile.paper.tables.writing import _prices
 
 
 def test_a_price_is_forgotten_with_its_recipe(tmp_path):

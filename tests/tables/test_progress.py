@@ -3,8 +3,8 @@
 import signal
 from types import SimpleNamespace
 
-from finetune_mile.tables import running
-from finetune_mile.tables.cells import Key
+from finetune_mile.paper.tables import running
+from finetune_mile.paper.tables.cells import Key
 
 KEY = Key("block", "row [/a]", "", 0)
 

@@ -8,9 +8,9 @@ from PIL import Image
 from tiny import write_tiny
 
 from finetune_mile.cli import main
-from finetune_mile.tables.description import read_table
-from finetune_mile.tables.states import read_records
-from finetune_mile.tables.writing import plotted_hash, read_ledger
+from finetune_mile.paper.tables.description import read_table
+from finetune_mile.paper.tables.states import read_records
+from finetune_mile.paper.tables.writing import plotted_hash, read_ledger
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from typing import cast
 
 from finetune_mile.core.names import did_you_mean
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.idx import find_mnist
 from finetune_mile.images.imageset import Data
 
 # Scheme of --data: the module whose load(where) reads it.
@@ -23,10 +22,10 @@ SOURCES: dict[str, str] = {
     "wds": "finetune_mile.images.sources.wds",
     "webvision": "finetune_mile.images.sources.webvision",
     "celeba": "finetune_mile.images.sources.celeba",
-    "multi-mnist": "finetune_mile.images.sources.multi_mnist",
-    "mosaic": "finetune_mile.images.sources.mosaic",
-    "colored-mnist": "finetune_mile.images.sources.colored_mnist",
-    "colored-mnist+": "finetune_mile.images.sources.colored_mnist_plus",
+    "multi-mnist": "finetune_mile.paper.multi_mnist",
+    "mosaic": "finetune_mile.paper.mosaic",
+    "colored-mnist": "finetune_mile.paper.colored_mnist",
+    "colored-mnist+": "finetune_mile.paper.colored_mnist_plus",
 }
 DIRECTORIES = ("folder", "imagenet", "wds", "webvision", "celeba", "mosaic")
 OF_MNIST = ("multi-mnist", "colored-mnist", "colored-mnist+")
@@ -54,7 +53,7 @@ def _check_place(data: str, scheme: str, place: str) -> None:
     if scheme in DIRECTORIES and not Path(place).is_dir():
         raise Problem(f"--data {data}: there is no directory {place!r}")
     if scheme in OF_MNIST and "download=yes" not in data:
-        find_mnist(scheme, place)
+        importlib.import_module("finetune_mile.paper.idx").find_mnist(scheme, place)
     if scheme == "csv" and not Path(place).is_file():
         raise Problem(f"--data {data}: there is no file {place!r}")
     if scheme == "hf":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from finetune_mile.images.imageset import Data
-from finetune_mile.images.sources.colored_mnist import BLANK, load_task
+from finetune_mile.paper.colored_mnist import BLANK, load_task
 
 
 def load(where: str) -> Data:

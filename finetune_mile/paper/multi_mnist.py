@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from finetune_mile.images.grids import make_grids, read_wanted, shrunk
-from finetune_mile.images.idx import find_mnist, read_mnist
 from finetune_mile.images.imageset import Data
 from finetune_mile.images.randomness import permutation
 from finetune_mile.images.sources.options import check_choices
+from finetune_mile.paper.idx import find_mnist, read_mnist
 
 HALVES = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
 MARGIN = 4  # columns on either side of a digit that hold next to nothing

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.idx import Digits, find_mnist, read_mnist
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.randomness import permutation, uniforms
 from finetune_mile.images.sources.options import check_choices, read_options
+from finetune_mile.paper.idx import Digits, find_mnist, read_mnist
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,8 +21,8 @@ from finetune_mile.core.problems import Problem
 from finetune_mile.flags import SETTINGS, given_settings, parse
 from finetune_mile.layers import flat
 from finetune_mile.methods import METHODS
-from finetune_mile.settings import FLAG_PATHS, Resolved, resolve
-from finetune_mile.tables.description import Block, Settings, Table
+from finetune_mile.paper.tables.description import Block, Settings, Table
+from finetune_mile.settings import FLAG_PATHS, Resolved, resolve_anywhere
 
 FLAGS_OF_PATHS = {path: flag for flag, path in FLAG_PATHS.items()}
 LAUNCH = "accelerate launch"
@@ -261,7 +261,6 @@ def _check_slugs(table: Table) -> None:
 ASIDE = ("workers", "checkpoint_every", "log_every", "track", "precision", "seed")
 PLACES = ("data", "truth", "split")  # hashed without the folder that they lie in
 RECIPES = {"pretrain": "finetune_mile.pretraining"}  # verbs besides run that have recipes of their own
-NO_IMAGENET = "imagenet:data/imagenet"  # stands for ImageNet where it is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,16 +324,6 @@ def _used(tree: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
     """A recipe with dotted keys, without the blocks of methods that it does not use."""
     idle = {method.replace("-", "_") for method in methods if method != tree["method"]}
     return flat({key: value for key, value in tree.items() if key not in idle})
-
-
-def resolve_anywhere(flags: Mapping[str, Any], sets: list[str]) -> tuple[Resolved, bool]:
-    """A recipe, also where ImageNet is meant and not on this machine; False: it is not."""
-    try:
-        return resolve(flags, sets), True
-    except Problem:
-        if flags.get("data", "imagenet") != "imagenet":
-            raise
-    return resolve({**flags, "data": NO_IMAGENET}, sets), False
 
 
 def hash_of(tree: Mapping[str, Any]) -> str:

@@ -17,11 +17,11 @@ from rich.text import Text
 
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem
-from finetune_mile.display import wide_console
-from finetune_mile.tables.description import Table
-from finetune_mile.tables.ledger import BlockLedger, Cell, CheckedBar, Difference, Ledger, Spread, make_ledger
-from finetune_mile.tables.plot import draw
-from finetune_mile.tables.states import Record, State, read_records, records_of, write_records
+from finetune_mile.display import duration, wide_console
+from finetune_mile.paper.tables.description import Table
+from finetune_mile.paper.tables.ledger import BlockLedger, Cell, CheckedBar, Difference, Ledger, Spread, make_ledger
+from finetune_mile.paper.tables.plot import draw
+from finetune_mile.paper.tables.states import Record, State, read_records, records_of, write_records
 
 WIDE = 6  # column x measure pairs that still go side by side
 NOISE = (
@@ -251,15 +251,6 @@ def spread(ours: Spread, places: int, missing: str = "not run") -> str:
     return f"{ours.mean:.{places}f}" + ("" if ours.sd is None else f" ± {ours.sd:.{places}f}")
 
 
-def duration(seconds: float) -> str:
-    """Seconds in the unit that a reader would use."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:,.{1 if seconds < 360_000 else 0}f} h"
-
-
 def place(cell: Cell) -> str:
     """A cell in words."""
     return f"{cell.row}, {cell.column}" if cell.column else cell.row
@@ -476,7 +467,7 @@ def missing_prices(states: Sequence[State], known: Mapping[str, str]) -> dict[st
     if not todo:
         return {}
     from finetune_mile import devices
-    from finetune_mile.pricing.table_prices import in_words, price_cells
+    from finetune_mile.paper.table_prices import in_words, price_cells
 
     devices.use_threads()
     with Console(stderr=True).status("timing a few steps, for the price of what was not run ..."):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from finetune_mile.core.problems import Problem
+from finetune_mile.paper.tables.cells import Key
+from finetune_mile.paper.tables.states import State
 from finetune_mile.pricing.making import Offer, make_offer
 from finetune_mile.pricing.scene import NetworkFacts, look_at_network
-from finetune_mile.tables.cells import Key
-from finetune_mile.tables.states import State
 
 
 def price_cells(
@@ -71,7 +71,7 @@ def in_words(offer: Offer | str) -> str:
     """A price for a ledger: `about 3.1 h (2.8 to 3.9) a run here`."""
     if isinstance(offer, str):
         return f"no price: {offer}"
-    from finetune_mile.tables.writing import duration
+    from finetune_mile.display import duration
 
     found = offer.estimate.seconds
     return f"about {duration(found.middle)} a run"

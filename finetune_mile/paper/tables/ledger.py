@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.tables.cells import Key
-from finetune_mile.tables.description import Bar, Block, Table
-from finetune_mile.tables.states import Record
+from finetune_mile.paper.tables.cells import Key
+from finetune_mile.paper.tables.description import Bar, Block, Table
+from finetune_mile.paper.tables.states import Record
 
 Verdict = Literal["within noise", "higher", "lower", "one seed", "not run", ""]
 

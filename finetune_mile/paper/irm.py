@@ -43,7 +43,7 @@ def phases(block: Block, budget: Budget) -> list[Phase]:
 
 def loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) -> Tensor:
     """The mean risk of the environments in the batch, and the penalty: a scalar."""
-    from finetune_mile.learning.environments import risks_and_slopes
+    from finetune_mile.paper.environments import risks_and_slopes
 
     shares, risks, slopes = risks_and_slopes(logits, targets, step)
     weight: float = phase.values

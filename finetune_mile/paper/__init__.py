@@ -1,0 +1,1 @@
+"""What only the paper's tables need. It imports the rest; the rest names its modules as strings only."""
