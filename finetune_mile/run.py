@@ -13,7 +13,7 @@ import argparse
 from functools import partial
 
 from finetune_mile.checkpoints.cards import check_init, check_teacher
-from finetune_mile.checkpoints.locating import fetch_card
+from finetune_mile.checkpoints.locating import fetch_init
 from finetune_mile.core.problems import Problem, tell
 from finetune_mile.flags import given_settings, parse
 from finetune_mile.images.checks import check_split, check_truth
@@ -68,7 +68,7 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
         check_truth(resolved.recipe.truth)
     path = options.out or next_folder(Path("runs"), resolved.path.stem)
     check_free(path, options.overwrite)
-    fetch_card(resolved.recipe.init)
+    fetch_init(resolved.recipe.init)
     return resolved, path
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune_mile.checkpoints.cards import Card, find_card, list_cards, split_init
-from finetune_mile.checkpoints.fetching import fetch
+from finetune_mile.checkpoints.cards import Card, fetch_card, find_card, list_cards, split_init
 from finetune_mile.core.problems import Problem
 
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.safetensors", "checkpoint.ckpt")
@@ -31,21 +30,21 @@ def locate(where: str) -> Located:
     path = Path(where).expanduser()
     if where in list_cards():  # a card's name wins over a folder that happens to be called so
         card = find_card(where)
-        return Located(path=fetch(card), name=card.name, card=card)
+        return Located(path=fetch_card(card), name=card.name, card=card)
     if path.is_dir():
         return _in_folder(path, name=path.resolve().name)
     if path.is_file() or path.with_name(path.name + ".index").is_file():
         return Located(path=path, name=path.name.split(".")[0], config=_config(path.parent))
     card = find_card(where)
-    return Located(path=fetch(card), name=card.name, card=card)
+    return Located(path=fetch_card(card), name=card.name, card=card)
 
 
-def fetch_card(init: str) -> None:
+def fetch_init(init: str) -> None:
     """Fetch what a card's name in `--init` needs, so that a missing network is told before the images are listed."""
     where, _ = split_init(init)
     known = where in list_cards() or (":" not in where and where != "none" and not _exists(Path(where).expanduser()))
     if known:
-        fetch(find_card(where))
+        fetch_card(find_card(where))
 
 
 def _exists(path: Path) -> bool:

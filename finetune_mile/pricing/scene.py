@@ -127,7 +127,7 @@ def own_config(folder: Path) -> dict[str, Any] | None:
 
 def _present(init: str) -> bool:
     """Are a card's files on this machine?"""
-    from finetune_mile.checkpoints.fetching import is_cached, shipped_file
+    from finetune_mile.checkpoints.cards import is_cached, shipped_file
 
     card = find_card(split_init(init)[0])
     return shipped_file(card) is not None or is_cached(card)

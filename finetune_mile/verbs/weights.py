@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from finetune_mile.checkpoints.cards import check_init, find_card, list_cards, read_card
-from finetune_mile.checkpoints.fetching import folder_of, is_cached
+from finetune_mile.checkpoints.cards import check_init, find_card, folder_of, is_cached, list_cards, read_card
 from finetune_mile.core.problems import Problem
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ import yaml
 import finetune_mile
 from finetune_mile.checkpoints.cards import (
     Card,
-    RemoteFile,
     check_init,
     find_card,
     list_cards,
     read_card,
     split_init,
 )
+from finetune_mile.core.download import RemoteFile
 from finetune_mile.core.places import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import parse_arch

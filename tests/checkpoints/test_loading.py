@@ -260,7 +260,9 @@ def test_torch_is_imported_late() -> None:
     import sys
 
     code = (
-        "import finetune_mile, sys; from finetune_mile.checkpoints import cards, fetching\n"
+        "import finetune_mile, sys\n"
+        "from finetune_mile.checkpoints import cards\n"
+        "from finetune_mile.core import download\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
