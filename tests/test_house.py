@@ -27,7 +27,7 @@ RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name 
 NO_TORCH = (
     "flags", "settings", "layers", "recipe", "plan", "runlog", "cli", "run", "core/problems", "core/places",
     "core/download", "core/files", "core/types", "core/yaml_text", "learning/phases", "checkpoints/cards",
-    "checkpoints/families", "images/sources/__init__", "images/imageset", "pretraining/recipe", "pretraining/settings",
+    "checkpoints/init", "images/sources/__init__", "images/imageset", "pretraining/recipe", "pretraining/settings",
     "verbs/pretrain",
 )  # fmt: skip
 

@@ -93,7 +93,11 @@ def read_card(path: Path) -> Card:
     return card
 
 
-def find_card(name: str) -> Card:
+class Missing(Problem):
+    """A checkpoint was named, and there is no such card, file or folder."""
+
+
+def find_card(name: str, flag: str = "--init") -> Card:
     """The card with that name or alias; an unknown name is answered with the nearest ones."""
     cards = list_cards()
     if name in cards:
@@ -103,8 +107,8 @@ def find_card(name: str) -> Card:
         return known[name]
     near = difflib.get_close_matches(name, [*cards, *known], n=3)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise Problem(
-        f"--init {name}: no such file, and no card of that name{hint} (`finetune-mile weights ls` lists them)"
+    raise Missing(
+        f"{flag} {name}: no such file, and no card of that name{hint} (`finetune-mile weights ls` lists them)"
     )
 
 
@@ -137,54 +141,3 @@ def fetch_card(card: Card) -> Path:
     if not card.remote() or card.file is None:
         raise Problem(f"card {card.name} names no file that could be fetched")
     return fetch(card.remote(), folder_of(card), file=card.file, unpack=card.unpack)
-
-
-def split_init(init: str) -> tuple[str, str | None]:
-    """`FILE::PREFIX` to both parts; the prefix says which of several trunks is meant."""
-    where, mark, prefix = init.partition("::")
-    if mark and not prefix:
-        raise Problem(f"--init {init}: nothing follows the '::'; name the prefix of the trunk, or leave both out")
-    return where, prefix or None
-
-
-def check_teacher(teacher: str | None) -> None:
-    """Refuse, before torch is loaded, a teacher that is not there."""
-    if teacher is not None and not Path(teacher.partition("::")[0]).exists():
-        raise Problem(f"--teacher {teacher}: there is no such run folder or file")
-
-
-def check_init(init: str) -> None:
-    """Refuse, before torch is loaded, what cannot work: unknown names, missing files."""
-    where, _ = split_init(init)
-    if where == "none":
-        return
-    kind, mark, rest = where.partition(":")
-    if mark and kind == "timm":
-        if not rest:
-            raise Problem("--init timm: needs a model's name, as in timm:resnet50.a1_in1k")
-        return
-    if mark and kind == "hf":
-        if rest.count("/") != 1 or not all(rest.split("/")):
-            raise Problem(f"--init {where}: a Hugging Face id is hf:owner/name")
-        return
-    if where in list_cards():
-        return
-    path = Path(where).expanduser()
-    if path.exists():
-        if path.is_dir() and not any(path.iterdir()):
-            raise Problem(f"--init {where}: the folder is empty")
-        return
-    looks_like_path = "/" in where or path.suffix in (
-        ".pth",
-        ".pt",
-        ".tar",
-        ".ckpt",
-        ".pkl",
-        ".safetensors",
-        ".torch",
-    )
-    if path.with_name(path.name + ".index").exists():  # a TensorFlow checkpoint is named by its prefix
-        return
-    if looks_like_path:
-        raise Problem(f"--init {where}: there is no such file or folder")
-    find_card(where)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.adapters.adapter import unwrapped
-from finetune_mile.checkpoints.adapters.own import HEADER
+from finetune_mile.checkpoints.init import HEADER
 from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.adapters import Adapted, adapt
-from finetune_mile.checkpoints.adapters.own import config_of
-from finetune_mile.checkpoints.cards import SCRATCH, Card, check_init, split_init
+from finetune_mile.checkpoints.cards import SCRATCH, Card
 from finetune_mile.checkpoints.detect import (
     BEHIND_PREFIX,
     Found,
@@ -29,7 +28,7 @@ from finetune_mile.checkpoints.fitting import (
     keeps,
     same_tensors,
 )
-from finetune_mile.checkpoints.locating import Located, locate
+from finetune_mile.checkpoints.init import Init, Located, locate, parse_init, read_header
 from finetune_mile.checkpoints.marks import Marks, read_marks
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
@@ -91,7 +90,7 @@ class Opened:
 
 
 def load_network(
-    init: str,
+    init: str | Init,
     *,
     arch: str | None,
     num_classes: int,
@@ -103,8 +102,7 @@ def load_network(
     """The network that a run starts from: trunk from `init`, head new.
 
     Args:
-        init: a card's name, a file, a folder, `timm:NAME`, `hf:owner/name` or `none`; `::PREFIX`
-            picks one of several trunks.
+        init: what `--init` takes, as text or parsed.
         arch: the network, where `init` does not say it; must agree where it does.
         num_classes: C.
         head_bias: how the new head's bias starts.
@@ -123,8 +121,8 @@ def load_network(
     if keep_head is None:
         report = replace(report, reset=(*report.reset, *head_names(network)))
         return network, opened.card, report
-    check_head_name(opened.classifier, opened.called, keep_head, source=init)
-    keep_classifier(network, opened.classifier, keep_head, source=init)
+    check_head_name(opened.classifier, opened.called, keep_head, source=str(init))
+    keep_classifier(network, opened.classifier, keep_head, source=str(init))
     return network, opened.card, _with_head_loaded(report, network, opened.classifier_names)
 
 
@@ -144,29 +142,22 @@ def _with_head_loaded(report: LoadReport, network: nn.Module, own: Mapping[str, 
     )
 
 
-def open_trunk(init: str, *, arch: str | None = None, head_from: int = 0) -> Opened:
+def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0) -> Opened:
     """The trunk behind `init`, without a head; arguments as in `load_network`."""
-    check_init(init)
+    init = parse_init(init)
     if head_from not in (0, 1):
         raise Problem(f"head_from {head_from}: 0 (features) or 1 (after the first projection layer)")
-    where, choice = split_init(init)
-    if where == "none":
+    if init.kind == "none":
         return _scratch(arch)
-    if where.startswith("timm:"):
-        network, card = open_timm(where.removeprefix("timm:"), arch)
-        loaded = tuple(network.state_dict())
+    if init.kind == "timm":
+        network, card = open_timm(init.name, arch)
         report = LoadReport(
-            format="timm",
-            why="--init says so",
-            arch=where,
-            padding="torch",
-            loaded=loaded,
-            reset=(),
-            dropped=(),
-        )
+            format="timm", why="--init says so", arch=f"timm:{init.name}", padding="torch",
+            loaded=tuple(network.state_dict()), reset=(), dropped=(),
+        )  # fmt: skip
         return Opened(network=network, card=card, report=report)
-    located = locate(where)
-    return open_contents(read(located.path), located, choice=choice, arch=arch, head_from=head_from)
+    located = locate(init)
+    return open_contents(read(located.path), located, choice=init.choice, arch=arch, head_from=head_from)
 
 
 def _scratch(arch: str | None) -> Opened:
@@ -197,8 +188,10 @@ def open_contents(
         if arch not in (None, choice):
             raise Problem(f"--init {source}::{choice} and --arch {arch} name two networks; give one of them")
         arch, choice = choice, None
-    facts = _facts(contents, located)
-    found = None if config_of(contents) else native(contents, arch or facts.arch)
+    header = read_header(contents.metadata)
+    config = header or located.config
+    facts = _facts(config, located)
+    found = None if header else native(contents, arch or facts.arch)
     found = found or detect(contents, choice, source=source)
     if card is not None and card.format not in (None, found.format):
         raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {found.format} ({found.why})")
@@ -232,7 +225,7 @@ def open_contents(
         report=report,
         classifier=heads,
         classifier_names={ours: adapted.sources[ours] for ours in heads},
-        config=config_of(contents) or located.config,
+        config=config,
     )
 
 
@@ -246,8 +239,7 @@ class _Facts:
     method: str | None = None
 
 
-def _facts(contents: Contents, located: Located) -> _Facts:
-    config = config_of(contents) or located.config
+def _facts(config: Mapping[str, Any], located: Located) -> _Facts:
     if "architecture" in config:
         arch, preprocess = timm_facts(config)
         return _Facts(arch=arch, preprocess=preprocess)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.cards import Card
+from finetune_mile.checkpoints.init import Init, parse_source
 from finetune_mile.checkpoints.loading import Activation, LoadReport, keep_own_head, open_trunk
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
@@ -54,16 +54,14 @@ class WithHead:
     activation: Activation | None  # how the network was trained, where the file says it
 
 
-def open_with_head(source: str, flag: str) -> WithHead:
+def open_with_head(source: str | Init, flag: str) -> WithHead:
     """A network with the head that its file holds; the file is read once.
 
     Args:
         source: a run folder, an export, or a checkpoint file with a classifier.
         flag: for messages.
     """
-    if not Path(source.partition("::")[0]).expanduser().exists():
-        raise Problem(f"{flag} {source}: there is no such run folder or file")
-    opened = open_trunk(source)
+    opened = open_trunk(parse_source(source, flag))
     if not opened.report.classifier:
         raise Problem(f"{flag} {source}: it has no classifier; give a finished run or a fine-tuned checkpoint")
     network, report = keep_own_head(opened)
@@ -72,13 +70,13 @@ def open_with_head(source: str, flag: str) -> WithHead:
     )  # fmt: skip
 
 
-def load_with_head(source: str, flag: str) -> tuple[nn.Module, Preprocess, tuple[str, ...] | None]:
+def load_with_head(source: str | Init, flag: str) -> tuple[nn.Module, Preprocess, tuple[str, ...] | None]:
     """The same as a tuple: the network, its input convention, and its classes where the file names them."""
     opened = open_with_head(source, flag)
     return opened.network, opened.card.preprocess, opened.classes
 
 
-def load_teacher(source: str, *, classes: tuple[str, ...], seen: Preprocess) -> nn.Module:
+def load_teacher(source: Init, *, classes: tuple[str, ...], seen: Preprocess) -> nn.Module:
     """The network behind --teacher, with its own head, ready for images in the convention `seen`."""
     network, wanted, known = load_with_head(source, "--teacher")
     size = get_head(network).out_features

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from finetune_mile.checkpoints.cards import check_init, find_card, folder_of, is_cached, list_cards, read_card
+from finetune_mile.checkpoints.cards import find_card, folder_of, is_cached, list_cards, read_card
+from finetune_mile.checkpoints.init import Init, parse_init
 from finetune_mile.core.problems import Problem
 
 if TYPE_CHECKING:
@@ -117,11 +118,11 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    check_init(args.init)
+    init = parse_init(args.init)
     from finetune_mile.checkpoints.loading import open_trunk
 
-    opened = open_trunk(args.init, arch=args.arch)
-    against = args.against or _beside(args.init)
+    opened = open_trunk(init, arch=args.arch)
+    against = args.against or _beside(init)
     figures = compare(opened, against) if against else {}
     fine = all(figure <= TOLERANCE for figure in figures.values())
     if args.json:
@@ -140,12 +141,12 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if fine else 1
 
 
-def _beside(init: str) -> Path | None:
+def _beside(init: Init) -> Path | None:
     """`expected.npz` next to the file, where there is one."""
-    path = Path(init.split("::")[0]).expanduser()
-    folder = path if path.is_dir() else path.parent
-    beside = folder / "expected.npz"
-    return beside if (path.exists() or path.with_name(path.name + ".index").exists()) and beside.is_file() else None
+    if init.path is None:
+        return None
+    beside = (init.path if init.kind == "folder" else init.path.parent) / "expected.npz"
+    return beside if beside.is_file() else None
 
 
 def _print_report(opened: Opened, *, names: bool) -> None:
@@ -191,12 +192,12 @@ def compare(opened: Opened, path: Path) -> dict[str, float]:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    check_init(args.init)
+    init = parse_init(args.init)
     from finetune_mile.checkpoints.exporting import check_free, write_export, write_timm
     from finetune_mile.checkpoints.loading import open_trunk
 
     check_free(args.out)
-    opened = open_trunk(args.init, arch=args.arch)
+    opened = open_trunk(init, arch=args.arch)
     network, report, head, fate = _classifier(opened, args)
     config: dict[str, Any] = opened.card.preprocess.model_dump(mode="json")
     config |= {
