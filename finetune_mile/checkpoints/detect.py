@@ -31,7 +31,6 @@ _BESIDE = re.compile(  # words in the names of modules that the features do not 
     "queues?|memory|bank|prototypes?|momentum|teacher|target|online|decoder|mask|masked|loss|criterion|center|centre|"
     "temperature|logits?|contrastive"
 )
-_PLAIN = ("finetune-mile", "tonylins", "byol-convert", "torchvision", "vit")  # nothing but the tensors of a network
 _VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
 
 
@@ -46,6 +45,7 @@ class Found:
     mapping: dict[str, str] = field(default_factory=dict)  # a prefix that was recognised, and ours
     outside: tuple[str, ...] = ()  # tensors that the asked-for part leaves out
     forced: bool = False  # `--init FILE::FORMAT` named the format
+    arch: str | None = None  # the network, where its own names were recognised
 
 
 def detect(contents: Contents, choice: str | None, *, source: str) -> Found:
@@ -77,12 +77,13 @@ def _recognised(contents: Contents) -> Found | None:
 
 def _as_in(complete: Found | None, part: Found) -> Found:
     """Give a part of a file the format and the conventions of the complete file, where that has a format of its own."""
-    if complete is None or complete.format in _PLAIN:
+    if complete is None or complete.adapter.plain:
         return part
-    of = complete.adapter
+    own = part.adapter
     adapter = replace(
-        part.adapter, method=of.method, padding=of.padding, preprocess=of.preprocess, cifar_stem=of.cifar_stem
-    )
+        complete.adapter, recognise=own.recognise, unwrap=own.unwrap, rename=own.rename, relayout=own.relayout,
+        stem_relu=own.stem_relu,
+    )  # fmt: skip
     return replace(part, format=complete.format, why=complete.why, adapter=adapter)
 
 
@@ -183,6 +184,7 @@ def behind(prefix: str, language: str, *, nested: bool = False) -> Adapter:
         rename=rename,
         cifar_stem=None if language == "torchvision" else "cifar",  # solo-learn's names are torchvision's
         stem_relu=language != "lightly generator, sequential",
+        padding_known=False,
     )
     return from_simclr(plain) if language.startswith("separius") else plain
 

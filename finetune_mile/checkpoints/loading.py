@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from finetune_mile.checkpoints.adapters import Adapted, adapt
 from finetune_mile.checkpoints.cards import SCRATCH, Card
 from finetune_mile.checkpoints.detect import (
-    BEHIND_PREFIX,
     Found,
     detect,
     from_simclr,
@@ -70,12 +69,13 @@ class Opened:
     report: LoadReport
     classifier: dict[str, Tensor] = field(default_factory=dict)  # fc.weight (C, D), fc.bias (C,)
     classifier_names: dict[str, str] = field(default_factory=dict)  # what the file calls them
+    own: bool = False  # an export of ours
     config: dict[str, Any] = field(default_factory=dict)  # of the export: its header, or config.json beside the file
 
     @property
     def called(self) -> str:
         """The name under which a user asks for the classifier's weight; empty without one."""
-        return "fc.weight" if self.report.format == "finetune-mile" else self.classifier_names.get("fc.weight", "")
+        return "fc.weight" if self.own else self.classifier_names.get("fc.weight", "")
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -112,7 +112,7 @@ def load_network(
     """
     opened = open_trunk(init, arch=arch, head_from=head_from)
     network, report = opened.network, opened.report
-    if keep_head is not None and head_from == 1 and report.format != "finetune-mile":
+    if keep_head is not None and head_from == 1 and not opened.own:
         raise Problem(
             f"--keep-head {keep_head} does not go with head_from 1: the classifier of {init} was trained on the "
             "backbone's features, not on the projection's; say --set head_from=0, or leave --keep-head out"
@@ -199,7 +199,7 @@ def open_contents(
     marks = read_marks(contents, found, adapted, source=source)
     found, name, padding = _decide(adapted, found, marks, facts, card, arch, source)
     adapted = canonical_head(adapted, name)
-    keep = head_from == 1 or found.format == "finetune-mile"
+    keep = head_from == 1 or found.adapter.own
     parts = {n: t for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
     if keep:
         parts |= {n: t for n, t in adapted.tensors.items() if n.startswith("proj.")}
@@ -225,6 +225,7 @@ def open_contents(
         report=report,
         classifier=heads,
         classifier_names={ours: adapted.sources[ours] for ours in heads},
+        own=found.adapter.own,
         config=config,
     )
 
@@ -266,10 +267,10 @@ def _decide(
     source: str,
 ) -> tuple[Found, str, Padding]:
     """Architecture and padding: read from the tensors, held against every claim."""
-    if facts.arch is not None and (found.format == "finetune-mile" or _only_named(facts.arch)):
+    if facts.arch is not None and (found.adapter.own or _only_named(facts.arch)):
         name = facts.arch
-    elif found.format == "timm" and arch is not None:
-        name = arch
+    elif found.arch is not None:
+        name = found.arch
     else:
         shapes = {n: tuple(t.shape) for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
         name = read_arch(shapes, marks, source=source)
@@ -299,7 +300,7 @@ def _decide(
     if shape is not None and found.adapter.padding == "torch":
         if shape.sk:
             found = replace(found, adapter=from_simclr(found.adapter))
-        elif shape.project_first and silent and found.format in ("torchvision", BEHIND_PREFIX):
+        elif shape.project_first and silent and not found.adapter.padding_known:
             raise Problem(
                 f"{source} holds a ResNet with a shortcut convolution in layer1.0: SimCLR's and "
                 "BYOL's have it, and each pads in its own way, which no tensor shows; say whose: "

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from finetune_mile.checkpoints.adapters import solo
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import Stem
 
@@ -39,7 +38,7 @@ def read_marks(contents: Contents, found: Found, adapted: Adapted, *, source: st
         source: the file's name, for messages.
     """
     stem, pool = found.adapter.cifar_stem, True
-    if found.format == "solo-learn" and not found.forced and not solo.has_own_marks(contents):
+    if not found.forced and not found.adapter.is_certain(contents):
         stem = None  # many people call their modules backbone and classifier
     kernel = adapted.tensors["conv1.weight"].shape[-1] if "conv1.weight" in adapted.tensors else 7
     bolts = _bolts(contents)
@@ -78,13 +77,13 @@ def _heads(contents: Contents, found: Found, positions: Tensor | None) -> int | 
     """
     if positions is None or positions.ndim != 3 or positions.shape[-1] not in (192, 384):
         return None
-    if found.format == "finetune-mile":  # its config says with how many heads it was trained
+    adapter = found.adapter
+    if adapter.own:  # its config says with how many heads it was trained
         return None
-    if found.format == "moco-v3" or _is_sincos(positions, rows_first=True):
-        return 12
-    if found.format == "solo-learn" and solo.has_own_marks(contents) and _is_sincos(positions, rows_first=False):
-        return 12
-    return None
+    fixed = _is_sincos(positions, rows_first=True)
+    if not fixed and adapter.columns_first and adapter.is_certain(contents):
+        fixed = _is_sincos(positions, rows_first=False)
+    return 12 if fixed else adapter.small_vit_heads
 
 
 def _is_sincos(positions: Tensor, *, rows_first: bool) -> bool:

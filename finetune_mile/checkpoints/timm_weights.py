@@ -82,7 +82,7 @@ def native(contents: Contents, arch: str | None) -> Found | None:
         return None
     adapter = Adapter(recognise=lambda _: None, unwrap=state_dict_of, rename=lambda key: key, method="timm")
     why = f"all {len(names)} tensors of {arch} are there by name"
-    return Found(format="timm", why=why, adapter=adapter, contents=contents)
+    return Found(format="timm", why=why, adapter=adapter, contents=contents, arch=arch)
 
 
 def canonical_head(adapted: Adapted, arch: str) -> Adapted:

@@ -228,7 +228,7 @@ def _classifier(opened: Opened, args: argparse.Namespace) -> tuple[nn.Module, Lo
     size = f"{report.classifier} classes"
     if args.drop_head:
         return opened.network, report, none, f"classifier with {size} dropped"
-    if args.keep_head is None and report.format != "finetune-mile":
+    if args.keep_head is None and not opened.own:
         own = opened.called
         parts = re.split(r"[./]", own)[:-1]
         name = next((part for part in parts if part.startswith(("fc", "head", "classifier"))), parts[-1])

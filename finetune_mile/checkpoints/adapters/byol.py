@@ -139,4 +139,5 @@ BYOL_CONVERT = Adapter(
     method="byol",
     padding="same",
     preprocess=BYOL_PREPROCESS,
+    plain=True,
 )

@@ -55,4 +55,4 @@ def _rename_v3(key: str) -> str | None:
 
 
 MOCO = Adapter(recognise=_is_moco, unwrap=state_dict_of, rename=_rename, method="moco")
-MOCO_V3 = Adapter(recognise=_is_moco_v3, unwrap=state_dict_of, rename=_rename_v3, method="mocov3")
+MOCO_V3 = Adapter(recognise=_is_moco_v3, unwrap=state_dict_of, rename=_rename_v3, method="mocov3", small_vit_heads=12)

@@ -24,4 +24,4 @@ def _rename(key: str) -> str | None:
     return key  # ours already; the network says which names there are
 
 
-OWN = Adapter(recognise=_recognise, unwrap=_unwrap, rename=_rename, method="finetune_mile")
+OWN = Adapter(recognise=_recognise, unwrap=_unwrap, rename=_rename, method="finetune_mile", own=True, plain=True)

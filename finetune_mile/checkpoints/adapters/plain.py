@@ -74,8 +74,10 @@ TORCHVISION = Adapter(
     rename=_rename,
     method="torchvision",
     cifar_stem=None,  # an extracted backbone of solo-learn has the same names
+    plain=True,
+    padding_known=False,
 )
-VIT = Adapter(recognise=_is_vit, unwrap=state_dict_of, rename=_rename_vit, method="vit")
+VIT = Adapter(recognise=_is_vit, unwrap=state_dict_of, rename=_rename_vit, method="vit", plain=True)
 TONYLINS = Adapter(
     recognise=_is_tonylins,
     unwrap=state_dict_of,
@@ -83,4 +85,5 @@ TONYLINS = Adapter(
     method="simclr",
     padding="tf",
     preprocess=UNIT_RANGE,
+    plain=True,
 )
