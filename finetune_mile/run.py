@@ -77,8 +77,8 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | N
 def run(options: argparse.Namespace, resolved: Resolved, path: Path, init: Init, teacher_init: Init | None) -> int:
     """The run itself; from here on torch is needed."""
     from finetune_mile import devices
+    from finetune_mile.checkpoints.classifier import load_teacher
     from finetune_mile.checkpoints.loading import load_network
-    from finetune_mile.checkpoints.teachers import load_teacher
     from finetune_mile.explain import explain
     from finetune_mile.images.bad_images import BadImages
     from finetune_mile.images.pools import labelled_pools

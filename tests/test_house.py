@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from shortcuts import ROOT
+from walk import walk_of_a_checkpoint
 
 from finetune_mile.checkpoints.cards import list_cards, read_card
 from finetune_mile.layers import file_schema
@@ -22,6 +23,7 @@ from finetune_mile.settings import check, read_yaml, to_yaml
 PACKAGE = ROOT / "finetune_mile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PRETRAIN_RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
+MOST_STOPS = 12  # files that one checkpoint passes on its way to a network
 OTHER_YAML = ("splits", "tables", "pretrain")
 RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name not in OTHER_YAML)
 NO_TORCH = (
@@ -91,6 +93,13 @@ def test_a_forbidden_import_is_found(tmp_path):
 def test_files_stay_small():
     for path in MODULES:
         assert len(path.read_text().splitlines()) <= 350, path
+
+
+def test_the_walk_of_a_checkpoint_is_short(tmp_path):
+    """`python -m tests.walk` prints it."""
+    stops = walk_of_a_checkpoint(tmp_path).stops
+    assert {"__init__.py", "checkpoints/init.py", "checkpoints/readers/", "networks/resnets.py"} <= set(stops)
+    assert len(stops) <= MOST_STOPS, stops
 
 
 def test_every_recipe_is_valid_and_says_how_to_run_it():

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.adapters import Adapted, adapt
+from finetune_mile.checkpoints.adapters import adapt
+from finetune_mile.checkpoints.architecture import name_network
 from finetune_mile.checkpoints.cards import SCRATCH, Card
-from finetune_mile.checkpoints.detect import (
-    Found,
-    detect,
-    from_simclr,
-    read_arch,
-)
-from finetune_mile.checkpoints.fitting import (
-    build_for,
-    check_fit,
-    check_head_name,
-    fill,
-    head_names,
-    keep_classifier,
-    keeps,
-    same_tensors,
-)
+from finetune_mile.checkpoints.detect import Found, detect
+from finetune_mile.checkpoints.fitting import build_for, check_fit, check_head_name, fill, head_names, keep_classifier
 from finetune_mile.checkpoints.init import Init, Located, locate, parse_init, read_header
-from finetune_mile.checkpoints.marks import Marks, read_marks
+from finetune_mile.checkpoints.preprocessing import Preprocessor
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
 from finetune_mile.core.problems import Problem
@@ -87,6 +75,29 @@ class Opened:
     def activation(self) -> Activation | None:
         """How the classifier was trained, where the file says it."""
         return next((word for word in get_args(Activation) if word == self.config.get("activation")), None)
+
+
+def load_public(text: str, num_classes: int | None, arch: str | None) -> nn.Module:
+    """See `finetune_mile.load`."""
+    if num_classes is None:
+        opened = open_trunk(text, arch=arch)
+        network, card, report = opened.network, opened.card, opened.report
+    else:
+        network, card, report = load_network(text, arch=arch, num_classes=num_classes, head_bias="zero")
+        if report.classifier == num_classes:
+            warnings.warn(
+                f"load({text!r}, num_classes={num_classes}) returns a new, untrained head and ignores the trained "
+                f"classifier in the file; finetune_mile.load_classifier({text!r}) returns the trained one",
+                stacklevel=3,
+            )
+    return with_attributes(network, card=card, report=report, preprocess=Preprocessor(card.preprocess))
+
+
+def with_attributes(network: nn.Module, **attributes: object) -> nn.Module:
+    """A network in eval mode that carries what Python users ask for."""
+    for name, value in attributes.items():
+        setattr(network, name, cast(nn.Module, value))
+    return network.eval()
 
 
 def load_network(
@@ -191,14 +202,17 @@ def open_contents(
     header = read_header(contents.metadata)
     config = header or located.config
     facts = _facts(config, located)
-    found = None if header else native(contents, arch or facts.arch)
+    named = arch or facts.arch or ""
+    found = native(contents, named) if named.startswith("timm:") and not header else None
     found = found or detect(contents, choice, source=source)
     if card is not None and card.format not in (None, found.format):
         raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {found.format} ({found.why})")
     adapted = adapt(found.contents, found.adapter, source=source)
-    marks = read_marks(contents, found, adapted, source=source)
-    found, name, padding = _decide(adapted, found, marks, facts, card, arch, source)
-    adapted = canonical_head(adapted, name)
+    claims = {"config": facts.arch, "card": card.arch if card else None, "arch": arch}
+    found, name = name_network(contents, found, adapted, **claims, source=source)
+    padding = card.padding if card else facts.padding or found.adapter.padding
+    if name.startswith("timm:"):
+        adapted = canonical_head(adapted, name)
     keep = head_from == 1 or found.adapter.own
     parts = {n: t for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
     if keep:
@@ -255,65 +269,6 @@ def _facts(config: Mapping[str, Any], located: Located) -> _Facts:
     except ValidationError as error:
         raise Problem(f"the config of {located.path.name} is not valid: {error}") from error
     return _Facts(arch=card.arch, padding=card.padding, preprocess=card.preprocess, method=card.method)
-
-
-def _decide(
-    adapted: Adapted,
-    found: Found,
-    marks: Marks,
-    facts: _Facts,
-    card: Card | None,
-    arch: str | None,
-    source: str,
-) -> tuple[Found, str, Padding]:
-    """Architecture and padding: read from the tensors, held against every claim."""
-    if facts.arch is not None and (found.adapter.own or _only_named(facts.arch)):
-        name = facts.arch
-    elif found.arch is not None:
-        name = found.arch
-    else:
-        shapes = {n: tuple(t.shape) for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
-        name = read_arch(shapes, marks, source=source)
-    claims = (
-        (facts.arch, "its config"),
-        (card.arch if card else None, "the card"),
-        (arch, "--arch"),
-    )
-    for claim, who in claims:
-        if claim is None:
-            continue
-        if not same_tensors(claim, name) or not keeps(claim, name):
-            raise Problem(f"{source} holds a {name}, {who} says {claim}")
-        if marks.heads and ":heads=" not in claim and ":heads=" not in (arch or ""):
-            raise Problem(
-                f"{source} holds a {claim}:heads={marks.heads}, {who} says {claim}; "
-                f"say --arch {claim}:heads={marks.heads} (or another number)"
-            )
-        name = claim
-    shape, silent = parse_arch(name), all(claim is None for claim, _ in claims)
-    if marks.cifar_stem is None and silent and "-cifar" in name:
-        other = name.replace("-cifar", "-cifar2")
-        raise Problem(
-            f"{source} holds a ResNet with a 3x3 stem and does not show its padding; say --arch {name} (padding 1, "
-            f"the usual) or --arch {other} (padding 2, solo-learn's), or append ::{name} or ::{other} to the file"
-        )
-    if shape is not None and found.adapter.padding == "torch":
-        if shape.sk:
-            found = replace(found, adapter=from_simclr(found.adapter))
-        elif shape.project_first and silent and not found.adapter.padding_known:
-            raise Problem(
-                f"{source} holds a ResNet with a shortcut convolution in layer1.0: SimCLR's and "
-                "BYOL's have it, and each pads in its own way, which no tensor shows; say whose: "
-                f"--init '{source}::tonylins' (SimCLR) or '{source}::byol-convert' (BYOL), "
-                f"or --arch {name} for torch's own padding"
-            )
-    return found, name, card.padding if card else facts.padding or found.adapter.padding
-
-
-def _only_named(arch: str) -> bool:
-    """Is this a network that its tensors do not tell: timm's, or one with group norm?"""
-    shape = parse_arch(arch)
-    return arch.startswith("timm:") or (shape is not None and shape.norm == "group")
 
 
 def _card(name: str, found: Found, facts: _Facts, arch: str, padding: Padding) -> Card:

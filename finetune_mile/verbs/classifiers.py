@@ -106,7 +106,7 @@ def open_classifier(model: Init, *, weights: str | None, num_classes: int, seed:
 
 def _open_own_head(model: Init) -> Classifier:
     """A run, an export, or somebody's checkpoint with a classifier: evaluating it is asking for that head."""
-    from finetune_mile.checkpoints.teachers import open_with_head
+    from finetune_mile.checkpoints.classifier import open_with_head
 
     opened = open_with_head(model, model.flag)
     return Classifier(
