@@ -57,12 +57,11 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | N
     """All that can be checked before torch is imported: recipe, run folder (not written yet), --init, --teacher."""
     resolved = resolve_options(options)
     recipe = resolved.recipe
-    if options.resume is None:
-        split_name(recipe.data)
     init = parse_init(recipe.init)
     teacher = None if recipe.teacher is None else parse_source(recipe.teacher, "--teacher")
     if options.resume is not None:
         return resolved, options.resume, init, teacher
+    split_name(recipe.data)
     if recipe.split is not None:
         check_split(recipe.split)
     if recipe.truth is not None:

@@ -76,6 +76,7 @@ FORBIDDEN = {
     "core/files.py": ("from finetune_mile.images import order", "core is the floor: it imports nothing else of ours"),
     "images/order.py": ("def late():\n    import accelerate", "Accelerate stays where processes matter"),
     "images/splits.py": ("from finetune_mile.checkpoints import cards", "images knows no checkpoints"),
+    "checkpoints/init.py": ("import finetune_mile.images.pools", "checkpoints sees one image, not a data set"),
     "training.py": ("import finetune_mile.run", "nothing imports the entry"),
 }
 

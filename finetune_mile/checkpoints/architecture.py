@@ -1,4 +1,4 @@
-"""Which network is in a file: from names and shapes, from what else the file shows, and held against every claim."""
+"""Which network is in a file: from names and shapes, from what else the file shows, compared with every claim."""
 
 from __future__ import annotations
 

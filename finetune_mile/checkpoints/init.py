@@ -14,7 +14,7 @@ from finetune_mile.checkpoints.readers.wire import message, raw, table, whole
 from finetune_mile.core.problems import Problem
 
 HEADER = "finetune_mile"
-"""The key in a safetensors file's `__metadata__` under which an export's config lies as JSON."""
+"""The key in a safetensors file's `__metadata__` that holds an export's config as JSON."""
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.safetensors", "checkpoint.ckpt")
 _SUFFIXES = (".pth", ".pt", ".tar", ".ckpt", ".pkl", ".safetensors", ".torch")
 _LARGEST_INDEX = 16 * 2**20
@@ -150,7 +150,7 @@ def _from_hub(init: Init) -> Path:
 
 
 def read_config(place: Path) -> dict[str, Any]:
-    """The config of a run folder, an export folder, or a file of weights (the one beside it); empty without one."""
+    """The config.json of a run folder or an export, or beside a file of weights; empty without one."""
     folders = (place / "export", place) if place.is_dir() else (place.parent,)
     path = next((folder / "config.json" for folder in folders if (folder / "config.json").is_file()), None)
     return {} if path is None else _parse_config(path.read_bytes(), str(path)) or {}

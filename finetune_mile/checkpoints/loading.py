@@ -208,8 +208,8 @@ def open_contents(
     if card is not None and card.format not in (None, found.format):
         raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {found.format} ({found.why})")
     adapted = adapt(found.contents, found.adapter, source=source)
-    claims = {"config": facts.arch, "card": card.arch if card else None, "arch": arch}
-    found, name = name_network(contents, found, adapted, **claims, source=source)
+    on_card = card.arch if card else None
+    found, name = name_network(contents, found, adapted, config=facts.arch, card=on_card, arch=arch, source=source)
     padding = card.padding if card else facts.padding or found.adapter.padding
     if name.startswith("timm:"):
         adapted = canonical_head(adapted, name)
