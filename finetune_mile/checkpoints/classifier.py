@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.init import Init, parse_source
-from finetune_mile.checkpoints.loading import Activation, LoadReport, keep_own_head, open_trunk, with_attributes
+from finetune_mile.checkpoints.loading import Opened, keep_own_head, open_trunk, with_attributes
 from finetune_mile.checkpoints.preprocessing import Preprocessor
 from finetune_mile.core.files import LARGEST_IMAGE, read_regular
 from finetune_mile.core.problems import Problem
@@ -27,19 +26,8 @@ BATCH = 64  # images of one forward pass of `predict`
 Labels = list[tuple[str, float]]  # (class, probability), the most likely class first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WithHead:
-    """A network with the classifier of its file, and what the file says about it."""
-
-    network: nn.Module  # in eval mode
-    card: Card
-    report: LoadReport
-    classes: tuple[str, ...] | None  # C names, where the file has them
-    activation: Activation | None  # how the network was trained, where the file says it
-
-
-def open_with_head(source: str | Init, flag: str) -> WithHead:
-    """A network with the head that its file holds; the file is read once.
+def open_with_head(source: str | Init, flag: str) -> Opened:
+    """A network in eval mode with the head that its file holds; the file is read once.
 
     Args:
         source: a run folder, an export, or a checkpoint file with a classifier.
@@ -48,10 +36,9 @@ def open_with_head(source: str | Init, flag: str) -> WithHead:
     opened = open_trunk(parse_source(source, flag))
     if not opened.report.classifier:
         raise Problem(f"{flag} {source}: it has no classifier; give a finished run or a fine-tuned checkpoint")
-    network, report = keep_own_head(opened)
-    return WithHead(
-        network=network.eval(), card=opened.card, report=report, classes=opened.classes, activation=opened.activation
-    )  # fmt: skip
+    opened = keep_own_head(opened)
+    opened.network.eval()
+    return opened
 
 
 def load_with_head(source: str | Init, flag: str) -> tuple[nn.Module, Preprocess, tuple[str, ...] | None]:
@@ -139,13 +126,7 @@ class Renormalised(nn.Module):
     shift: Tensor
 
     def __init__(self, network: nn.Module, seen: Preprocess, wanted: Preprocess) -> None:
-        """Wrap.
-
-        Args:
-            network: takes images in the convention `wanted`.
-            seen: the convention of what it will be given.
-            wanted: its own.
-        """
+        """Wrap a network that takes images in the convention `wanted`; it will be given images in that of `seen`."""
         super().__init__()
         self.network = network
         seen_mean, seen_std, mean, std = (

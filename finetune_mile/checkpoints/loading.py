@@ -137,12 +137,11 @@ def load_network(
     return network, opened.card, _with_head_loaded(report, network, opened.classifier_names)
 
 
-def keep_own_head(opened: Opened) -> tuple[nn.Module, LoadReport]:
+def keep_own_head(opened: Opened) -> Opened:
     """Put the classifier of an opened file back on its trunk, in place; the caller has asked for it."""
-    network = opened.network
-    new_head(network, opened.report.classifier, "zero")
-    keep_classifier(network, opened.classifier, "fc", source=opened.card.name)
-    return network, _with_head_loaded(opened.report, network, opened.classifier_names)
+    new_head(opened.network, opened.report.classifier, "zero")
+    keep_classifier(opened.network, opened.classifier, "fc", source=opened.card.name)
+    return replace(opened, report=_with_head_loaded(opened.report, opened.network, opened.classifier_names))
 
 
 def _with_head_loaded(report: LoadReport, network: nn.Module, own: Mapping[str, str]) -> LoadReport:
