@@ -157,13 +157,7 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: st
 
 def _width(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Channels of the first stage, by majority: a damaged tensor does not mislead."""
-    first = (
-        "bn1.weight",
-        "bn1.bias",
-        "layer1.0.conv1.weight",
-        "layer1.0.bn1.weight",
-        "layer1.1.bn1.weight",
-    )
+    first = ("bn1.weight", "bn1.bias", "layer1.0.conv1.weight", "layer1.0.bn1.weight", "layer1.1.bn1.weight")
     votes = Counter(shapes[name][0] for name in first if shapes.get(name))
     return votes.most_common(1)[0][0] if votes else 64
 

@@ -37,8 +37,7 @@ class Card(BaseModel):
     bytes: int | None = None
     files: tuple[RemoteFile, ...] = Field(default=(), description="where the checkpoint is several files")
     unpack: str | None = Field(
-        default=None,
-        description="the fetched file is a zip: take out members whose name begins so, open `file`",
+        default=None, description="the fetched file is a zip: take out members whose name begins so, open `file`"
     )
     verified: bool = Field(default=False, description="did anybody here load the published file itself?")
     preprocess: Preprocess = Preprocess()

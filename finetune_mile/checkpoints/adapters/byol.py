@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from finetune_mile.checkpoints.adapters.adapter import (
-    Adapter,
-    Tensors,
-    UnknownKey,
-    leaves,
-    tensors_of,
-    unwrapped,
-)
+from finetune_mile.checkpoints.adapters.adapter import Adapter, Tensors, UnknownKey, leaves, tensors_of, unwrapped
 from finetune_mile.checkpoints.adapters.vocabularies import torchvision
 from finetune_mile.core.types import Preprocess
 

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune_mile.checkpoints.adapters.adapter import (
-    Adapter,
-    UnknownKey,
-    below,
-    state_dict_of,
-    tops,
-)
+from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, below, state_dict_of, tops
 from finetune_mile.checkpoints.adapters.vocabularies import torchvision_or_vit
 
 if TYPE_CHECKING:

@@ -5,13 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from finetune_mile.checkpoints.adapters.adapter import (
-    UNIT_RANGE,
-    Adapter,
-    UnknownKey,
-    state_dict_of,
-    tensors_of,
-)
+from finetune_mile.checkpoints.adapters.adapter import UNIT_RANGE, Adapter, UnknownKey, state_dict_of, tensors_of
 from finetune_mile.checkpoints.adapters.vocabularies import torchvision, vit
 
 if TYPE_CHECKING:

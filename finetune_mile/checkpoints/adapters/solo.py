@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from finetune_mile.checkpoints.adapters.adapter import (
-    Adapter,
-    UnknownKey,
-    below,
-    state_dict_of,
-    tops,
-)
+from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, below, state_dict_of, tops
 from finetune_mile.checkpoints.adapters.vocabularies import torchvision_or_vit
 
 if TYPE_CHECKING:
