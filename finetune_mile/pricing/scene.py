@@ -88,11 +88,11 @@ def _counted(data: str, fraction: float, seed: int, split: str | None, calibrati
     )  # fmt: skip
 
 
-def look_at_network(text: str, arch: str | None, size: int | None) -> NetworkFacts:
+def look_at_network(init: str | Init, arch: str | None, size: int | None) -> NetworkFacts:
     """The network behind --init and --arch; what a card says is enough, its weights are not needed."""
     card, here = SCRATCH, True
     try:
-        init = parse_init(text)
+        init = parse_init(init)
     except Missing:
         if arch is None:
             raise
@@ -112,7 +112,7 @@ def look_at_network(text: str, arch: str | None, size: int | None) -> NetworkFac
         card, arch = _opened_file(init)
     arch = arch or card.arch
     if arch is None:
-        raise Problem(f"--init {init}: which network? say --arch")
+        raise Problem(f"{init.flag} {init}: which network? say --arch")
     return NetworkFacts(arch=arch, padding=card.padding, size=size or card.preprocess.size, here=here)
 
 
