@@ -23,7 +23,7 @@ def picture(folder: Path, path: Path) -> None:
     import torch
     from matplotlib.figure import Figure
 
-    from finetune_mile.checkpoints.teachers import load_with_head
+    from finetune_mile.checkpoints.classifier import load_with_head
     from finetune_mile.images.pipeline import normalise
     from finetune_mile.images.sources.demo import load
 

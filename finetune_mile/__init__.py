@@ -27,7 +27,7 @@ def load(init: str, num_classes: int | None = None, arch: str | None = None) -> 
         `.report` (what became of every tensor) and `.preprocess`, which turns one RGB image (PIL,
         or a uint8 tensor (3, H, W)) into that convention.
     """
-    from finetune_mile.checkpoints.public import load_public  # late: torch takes seconds to import
+    from finetune_mile.checkpoints.loading import load_public  # late: torch takes seconds to import
 
     return load_public(init, num_classes, arch)
 
@@ -44,6 +44,6 @@ def load_classifier(source: str | Path) -> nn.Module:
         (class, probability), the most likely class first; for a list of images, a list of such lists. Probabilities
         are softmax or sigmoid, as the network was trained. Where no names are known, classes are "0", "1", ...
     """
-    from finetune_mile.checkpoints.public import load_public_classifier
+    from finetune_mile.checkpoints.classifier import load_public_classifier
 
     return load_public_classifier(str(source))

@@ -12,8 +12,8 @@ if __name__ == "__main__" and not __package__:
 import argparse
 from functools import partial
 
-from finetune_mile.checkpoints.cards import check_init, check_teacher
-from finetune_mile.checkpoints.locating import fetch_card
+from finetune_mile.checkpoints.cards import fetch_card, find_card
+from finetune_mile.checkpoints.init import Init, parse_init, parse_source
 from finetune_mile.core.problems import Problem, tell
 from finetune_mile.flags import given_settings, parse
 from finetune_mile.images.checks import check_split, check_truth
@@ -29,8 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         options = parse(sys.argv[1:] if argv is None else argv)
         if options.json:
             return print_settings(options)
-        resolved, path = prepare(options)
-        return run(resolved, path, options)
+        return run(options, *prepare(options))
     except Problem as problem:
         return tell(problem)
 
@@ -53,29 +52,31 @@ def resolve_options(options: argparse.Namespace) -> Resolved:
     return check(tree, {}, [], path, "--resume")
 
 
-def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
-    """All that can be checked before torch is imported; no run folder is written."""
+def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | None]:
+    """All that can be checked before torch is imported: recipe, run folder (not written yet), --init, --teacher."""
     resolved = resolve_options(options)
+    recipe = resolved.recipe
+    init = parse_init(recipe.init)
+    teacher = None if recipe.teacher is None else parse_source(recipe.teacher, "--teacher")
     if options.resume is not None:
-        return resolved, options.resume
-    split_name(resolved.recipe.data)
-    check_init(resolved.recipe.init)
-    check_teacher(resolved.recipe.teacher)
-    if resolved.recipe.split is not None:
-        check_split(resolved.recipe.split)
-    if resolved.recipe.truth is not None:
-        check_truth(resolved.recipe.truth)
+        return resolved, options.resume, init, teacher
+    split_name(recipe.data)
+    if recipe.split is not None:
+        check_split(recipe.split)
+    if recipe.truth is not None:
+        check_truth(recipe.truth)
     path = options.out or next_folder(Path("runs"), resolved.path.stem)
     check_free(path, options.overwrite)
-    fetch_card(resolved.recipe.init)
-    return resolved, path
+    if init.kind == "card":
+        fetch_card(find_card(init.name))  # a missing network is told before the images are listed
+    return resolved, path, init, teacher
 
 
-def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, resolved: Resolved, path: Path, init: Init, teacher_init: Init | None) -> int:
     """The run itself; from here on torch is needed."""
     from finetune_mile import devices
+    from finetune_mile.checkpoints.classifier import load_teacher
     from finetune_mile.checkpoints.loading import load_network
-    from finetune_mile.checkpoints.teachers import load_teacher
     from finetune_mile.explain import explain
     from finetune_mile.images.bad_images import BadImages
     from finetune_mile.images.pools import labelled_pools
@@ -104,7 +105,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         pool_sizes={name: len(members) for name, members in pools.indices.items()},
     )  # fmt: skip
     network, card, report = load_network(
-        recipe.init,
+        init,
         arch=recipe.arch,
         num_classes=len(data.classes),
         head_bias=recipe.head_bias,
@@ -114,7 +115,7 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     )
     own = {"size": recipe.size, "crop": recipe.crop, "mean": recipe.mean, "std": recipe.std}
     how = card.preprocess.model_copy(update={key: value for key, value in own.items() if value is not None})
-    teacher = None if recipe.teacher is None else load_teacher(recipe.teacher, classes=data.classes, seen=how)
+    teacher = None if teacher_init is None else load_teacher(teacher_init, classes=data.classes, seen=how)
     recipe = recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, "precision": precision})
     with Signals() as signals:
         session = Session(

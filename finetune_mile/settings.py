@@ -11,7 +11,8 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from finetune_mile.checkpoints.families import family_of
+from finetune_mile.checkpoints.cards import Missing
+from finetune_mile.checkpoints.init import Family, family_of, parse_init
 from finetune_mile.core.names import did_you_mean
 from finetune_mile.core.places import shipped
 from finetune_mile.core.problems import Problem
@@ -53,13 +54,20 @@ def choose_recipe(flags: Mapping[str, Any]) -> tuple[Path, str]:
     data, init = flags.get("data"), flags.get("init")
     if (data or "").partition(":")[0] == "demo" or (data is None and init in (None, "none", "simclr-demo")):
         return shipped("recipes") / "demo.yaml", "no --data and no --init: the demo"
-    family = family_of(str(init)) if init is not None and is_imagenet(data) else None
+    family = _family(str(init)) if init is not None and is_imagenet(data) else None
     if family is not None:
         names = [f"{family.method}-large", family.method] if family.large else [family.method]
         for path in (shipped("recipes") / "ssl" / f"{name}.yaml" for name in names):
             if path.is_file():
                 return path, f"no --recipe: {family.method} weights on ImageNet"
     return shipped("recipes") / "finetune.yaml", "no --recipe: fine-tuning on your images"
+
+
+def _family(init: str) -> Family | None:
+    try:
+        return family_of(parse_init(init))
+    except Missing:  # the run says it, after all that is wrong with its settings
+        return None
 
 
 def is_imagenet(data: str | None) -> bool:

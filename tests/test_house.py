@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from shortcuts import ROOT
+from walk import walk_of_a_checkpoint
 
 from finetune_mile.checkpoints.cards import list_cards, read_card
 from finetune_mile.layers import file_schema
@@ -22,12 +23,14 @@ from finetune_mile.settings import check, read_yaml, to_yaml
 PACKAGE = ROOT / "finetune_mile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PRETRAIN_RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
+MOST_STOPS = 12  # files that one checkpoint passes on its way to a network
 OTHER_YAML = ("splits", "tables", "pretrain")
 RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name not in OTHER_YAML)
 NO_TORCH = (
     "flags", "settings", "layers", "recipe", "plan", "runlog", "cli", "run", "core/problems", "core/places",
-    "core/files", "core/names", "core/types", "core/yaml_text", "core/schema", "learning/phases", "learning/state",
-    "methods/__init__", "checkpoints/cards", "checkpoints/families", "images/sources/__init__", "images/imageset",
+    "core/download", "core/files", "core/names", "core/types", "core/yaml_text", "core/schema",
+    "learning/phases", "learning/state",
+    "methods/__init__", "checkpoints/cards", "checkpoints/init", "images/sources/__init__", "images/imageset",
     "pretraining/recipe", "pretraining/settings", "verbs/pretrain",
 )  # fmt: skip
 
@@ -76,6 +79,8 @@ FORBIDDEN = {
     "learning/targets.py": ("from finetune_mile.methods import mile", "the loop does not know the methods"),
     "methods/mile.py": ("from finetune_mile import recipe", "a method knows learning and the floor"),
     "verbs/doctor.py": ("from finetune_mile.paper import idx", "nothing imports the paper's part"),
+    "images/splits.py": ("from finetune_mile.checkpoints import cards", "images knows no checkpoints"),
+    "checkpoints/init.py": ("import finetune_mile.images.pools", "checkpoints sees one image, not a data set"),
     "training.py": ("import finetune_mile.run", "nothing imports the entry"),
 }
 
@@ -102,6 +107,13 @@ def test_no_source_file_is_ignored_by_git():
 def test_files_stay_small():
     for path in MODULES:
         assert len(path.read_text().splitlines()) <= 500, path
+
+
+def test_the_walk_of_a_checkpoint_is_short(tmp_path):
+    """`python -m tests.walk` prints it."""
+    stops = walk_of_a_checkpoint(tmp_path).stops
+    assert {"__init__.py", "checkpoints/init.py", "checkpoints/readers/", "networks/resnets.py"} <= set(stops)
+    assert len(stops) <= MOST_STOPS, stops
 
 
 def test_every_recipe_is_valid_and_says_how_to_run_it():

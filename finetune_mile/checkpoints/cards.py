@@ -8,44 +8,15 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from finetune_mile.core.download import RemoteFile, digest, fetch
 from finetune_mile.core.names import nearest
+from finetune_mile.core.places import cache as cache_folder
 from finetune_mile.core.places import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.core.yaml_text import load_file
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-def _https(url: str) -> str:
-    """Only https may be fetched; plain http on this very machine is for tests."""
-    parts = urlsplit(url)
-    if parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK):
-        return url
-    raise ValueError(f"{url}: only https is fetched")
-
-
-class RemoteFile(BaseModel):
-    """One file to fetch: the same bytes at each of `urls`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = Field(pattern=r"^[\w][\w.+=-]*$", description="file name in the cache; no folders")
-    urls: tuple[str, ...] = Field(min_length=1, description="mirrors, tried in this order")
-    bytes: int | None = Field(default=None, gt=0)
-    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
-    md5: str | None = Field(
-        default=None,
-        pattern=r"^[0-9a-f]{8,32}$",
-        description="a published md5, or its published first digits",
-    )
-
-    @field_validator("urls")
-    @classmethod
-    def _only_https(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_https(url) for url in urls)
 
 
 class Card(BaseModel):
@@ -66,8 +37,7 @@ class Card(BaseModel):
     bytes: int | None = None
     files: tuple[RemoteFile, ...] = Field(default=(), description="where the checkpoint is several files")
     unpack: str | None = Field(
-        default=None,
-        description="the fetched file is a zip: take out members whose name begins so, open `file`",
+        default=None, description="the fetched file is a zip: take out members whose name begins so, open `file`"
     )
     verified: bool = Field(default=False, description="did anybody here load the published file itself?")
     preprocess: Preprocess = Preprocess()
@@ -122,7 +92,11 @@ def read_card(path: Path) -> Card:
     return card
 
 
-def find_card(name: str) -> Card:
+class Missing(Problem):
+    """A checkpoint was named, and there is no such card, file or folder."""
+
+
+def find_card(name: str, flag: str = "--init") -> Card:
     """The card with that name or alias; an unknown name is answered with the nearest ones."""
     cards = list_cards()
     if name in cards:
@@ -132,57 +106,37 @@ def find_card(name: str) -> Card:
         return known[name]
     near = nearest(name, [*cards, *known], 3)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise Problem(
-        f"--init {name}: no such file, and no card of that name{hint} (`finetune-mile weights ls` lists them)"
+    raise Missing(
+        f"{flag} {name}: no such file, and no card of that name{hint} (`finetune-mile weights ls` lists them)"
     )
 
 
-def split_init(init: str) -> tuple[str, str | None]:
-    """`FILE::PREFIX` to both parts; the prefix says which of several trunks is meant."""
-    where, mark, prefix = init.partition("::")
-    if mark and not prefix:
-        raise Problem(f"--init {init}: nothing follows the '::'; name the prefix of the trunk, or leave both out")
-    return where, prefix or None
+def folder_of(card: Card) -> Path:
+    """The folder of a card's files in the cache; files that were put there by hand are used."""
+    return cache_folder() / "weights" / card.name
 
 
-def check_teacher(teacher: str | None) -> None:
-    """Refuse, before torch is loaded, a teacher that is not there."""
-    if teacher is not None and not Path(teacher.partition("::")[0]).exists():
-        raise Problem(f"--teacher {teacher}: there is no such run folder or file")
+def shipped_file(card: Card) -> Path | None:
+    """The card's file, if it came with the install."""
+    path = shipped("weights") / card.file if card.file else None
+    return path if path is not None and path.is_file() else None
 
 
-def check_init(init: str) -> None:
-    """Refuse, before torch is loaded, what cannot work: unknown names, missing files."""
-    where, _ = split_init(init)
-    if where == "none":
-        return
-    kind, mark, rest = where.partition(":")
-    if mark and kind == "timm":
-        if not rest:
-            raise Problem("--init timm: needs a model's name, as in timm:resnet50.a1_in1k")
-        return
-    if mark and kind == "hf":
-        if rest.count("/") != 1 or not all(rest.split("/")):
-            raise Problem(f"--init {where}: a Hugging Face id is hf:owner/name")
-        return
-    if where in list_cards():
-        return
-    path = Path(where).expanduser()
-    if path.exists():
-        if path.is_dir() and not any(path.iterdir()):
-            raise Problem(f"--init {where}: the folder is empty")
-        return
-    looks_like_path = "/" in where or path.suffix in (
-        ".pth",
-        ".pt",
-        ".tar",
-        ".ckpt",
-        ".pkl",
-        ".safetensors",
-        ".torch",
-    )
-    if path.with_name(path.name + ".index").exists():  # a TensorFlow checkpoint is named by its prefix
-        return
-    if looks_like_path:
-        raise Problem(f"--init {where}: there is no such file or folder")
-    find_card(where)
+def is_cached(card: Card) -> bool:
+    """Whether all files of the card are on this machine."""
+    if shipped_file(card) is not None:
+        return True
+    names = [card.file] if card.unpack and card.file else [remote.name for remote in card.remote()]
+    return bool(names) and all((folder_of(card) / name).is_file() for name in names if name)
+
+
+def fetch_card(card: Card) -> Path:
+    """The file to open for a card: shipped, in the cache, or fetched now; always checked."""
+    own = shipped_file(card)
+    if own is not None:
+        if card.sha256 and digest(own, "sha256") != card.sha256:
+            raise Problem(f"{own.name} beside card {card.name} is not the file the card describes; install again")
+        return own
+    if not card.remote() or card.file is None:
+        raise Problem(f"card {card.name} names no file that could be fetched")
+    return fetch(card.remote(), folder_of(card), file=card.file, unpack=card.unpack)

@@ -1,27 +1,18 @@
-"""Which format a file has and which network is in it: by content, never by its name."""
+"""Which format a file has: by content, never by its name."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from finetune_mile.checkpoints.adapters import ADAPTERS
-from finetune_mile.checkpoints.adapters.adapter import (
-    UNIT_RANGE,
-    Adapter,
-    InsideBackbone,
-    Vocabulary,
-    leaves,
-)
+from finetune_mile.checkpoints.adapters.adapter import UNIT_RANGE, Adapter, InsideBackbone, Vocabulary, leaves
 from finetune_mile.checkpoints.adapters.vocabularies import VOCABULARIES
 from finetune_mile.core.problems import Problem
-from finetune_mile.networks.resnets import DEPTHS, MINI, Arch, name_arch
 
 if TYPE_CHECKING:
-    from finetune_mile.checkpoints.marks import Marks
     from finetune_mile.checkpoints.readers import Contents
 
 BEHIND_PREFIX = "trunk behind a prefix"
@@ -31,8 +22,6 @@ _BESIDE = re.compile(  # words in the names of modules that the features do not 
     "queues?|memory|bank|prototypes?|momentum|teacher|target|online|decoder|mask|masked|loss|criterion|center|centre|"
     "temperature|logits?|contrastive"
 )
-_PLAIN = ("finetune-mile", "tonylins", "byol-convert", "torchvision", "vit")  # nothing but the tensors of a network
-_VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +35,7 @@ class Found:
     mapping: dict[str, str] = field(default_factory=dict)  # a prefix that was recognised, and ours
     outside: tuple[str, ...] = ()  # tensors that the asked-for part leaves out
     forced: bool = False  # `--init FILE::FORMAT` named the format
+    arch: str | None = None  # the network, where its own names were recognised
 
 
 def detect(contents: Contents, choice: str | None, *, source: str) -> Found:
@@ -77,12 +67,13 @@ def _recognised(contents: Contents) -> Found | None:
 
 def _as_in(complete: Found | None, part: Found) -> Found:
     """Give a part of a file the format and the conventions of the complete file, where that has a format of its own."""
-    if complete is None or complete.format in _PLAIN:
+    if complete is None or complete.adapter.plain:
         return part
-    of = complete.adapter
+    own = part.adapter
     adapter = replace(
-        part.adapter, method=of.method, padding=of.padding, preprocess=of.preprocess, cifar_stem=of.cifar_stem
-    )
+        complete.adapter, recognise=own.recognise, unwrap=own.unwrap, rename=own.rename, relayout=own.relayout,
+        stem_relu=own.stem_relu,
+    )  # fmt: skip
     return replace(part, format=complete.format, why=complete.why, adapter=adapter)
 
 
@@ -183,6 +174,7 @@ def behind(prefix: str, language: str, *, nested: bool = False) -> Adapter:
         rename=rename,
         cifar_stem=None if language == "torchvision" else "cifar",  # solo-learn's names are torchvision's
         stem_relu=language != "lightly generator, sequential",
+        padding_known=False,
     )
     return from_simclr(plain) if language.startswith("separius") else plain
 
@@ -198,71 +190,3 @@ def _is_beside(inner: str, nested: bool) -> bool:
 def from_simclr(adapter: Adapter) -> Adapter:
     """The same names with SimCLR-v2's conventions: only it has selective kernels."""
     return replace(adapter, method="simclrv2", padding="tf", preprocess=UNIT_RANGE)
-
-
-# ------------------------------------------------------------------------------------ architecture
-
-
-def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: str) -> str:
-    """The name of the network whose tensors these are, from names and shapes.
-
-    Args:
-        shapes: our names to shapes, without a head.
-        marks: what names and shapes do not show.
-        source: the file's name, for messages.
-    """
-    if "patch_embed.proj.weight" in shapes:
-        return _read_vit(shapes, source) + (f":heads={marks.heads}" if marks.heads else "")
-    blocks = [re.match(r"layer(\d+)\.(\d+)\.", name) for name in shapes]
-    found = {(int(m[1]), int(m[2])) for m in blocks if m}
-    if not found:
-        raise Problem(f"{source}: layer1.0.conv1.weight is missing, and so is every other block")
-    stages = max(stage for stage, _ in found)
-    layers = tuple(max((b for s, b in found if s == i + 1), default=-1) + 1 for i in range(stages))
-    bottleneck = any(".conv3." in name or ".bn3." in name for name in shapes)
-    deep = any(name.startswith("conv1.0.") or name.startswith("conv1.3.") for name in shapes)
-    small = shapes.get("conv1.weight", (0, 0, 7, 7))[-1] == 3
-    cifar_stem = marks.cifar_stem or "cifar"
-    if small and (layers, _width(shapes)) == (MINI.layers, MINI.width):
-        cifar_stem = MINI.stem
-    arch = Arch(
-        block="bottleneck" if bottleneck else "basic",
-        layers=layers,
-        width=_width(shapes),
-        stem="deep" if deep else cifar_stem if small else "imagenet",
-        sk=any(".conv2.down." in name or ".conv2.conv." in name for name in shapes),
-        pooled_shortcut=any(".downsample.2." in name for name in shapes),
-        project_first=not bottleneck and any(n.startswith("layer1.0.downsample.") for n in shapes),
-        stem_pool=marks.stem_pool or small,
-        stem_relu=marks.stem_relu,
-    )
-    if not any(name.endswith(".running_mean") for name in shapes):
-        raise Problem(f"{source}: no batch norm has running statistics; nets with other norms need --arch timm:NAME")
-    try:
-        return name_arch(arch)
-    except LookupError as error:
-        known = ", ".join(f"ResNet-{depth} {shape[1]}" for depth, shape in DEPTHS.items())
-        raise Problem(f"{source}: a ResNet of {error} is none that we know ({known}; width 64 times n)") from error
-
-
-def _width(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Channels of the first stage, by majority: a damaged tensor does not mislead."""
-    first = (
-        "bn1.weight",
-        "bn1.bias",
-        "layer1.0.conv1.weight",
-        "layer1.0.bn1.weight",
-        "layer1.1.bn1.weight",
-    )
-    votes = Counter(shapes[name][0] for name in first if shapes.get(name))
-    return votes.most_common(1)[0][0] if votes else 64
-
-
-def _read_vit(shapes: Mapping[str, tuple[int, ...]], source: str) -> str:
-    patch = shapes["patch_embed.proj.weight"]
-    size = _VIT_SIZES.get(patch[0])
-    tokens = shapes.get("pos_embed", (1, 197, 0))[1] - 1
-    side = round(tokens**0.5) * patch[-1]
-    if size is None or side * side != tokens * patch[-1] ** 2:
-        raise Problem(f"{source}: a vision transformer with patches {patch} is none that we know; use --arch timm:NAME")
-    return f"timm:vit_{size}_patch{patch[-1]}_{side}"

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.adapters.adapter import unwrapped
-from finetune_mile.checkpoints.adapters.own import HEADER
+from finetune_mile.checkpoints.init import HEADER
 from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
@@ -54,11 +54,7 @@ def write_timm(folder: Path, network: nn.Module, config: dict[str, Any]) -> None
     if differ:
         raise Problem(f"timm's {name} has other tensors than this network, first {min(differ)}")
     how = {key: getattr(reference, "default_cfg", {}).get(key) for key in ("pool_size", "first_conv", "classifier")}
-    how |= {
-        "input_size": [3, config["size"], config["size"]],
-        "crop_pct": config["crop"],
-        "tag": "finetune_mile",
-    }
+    how |= {"input_size": [3, config["size"], config["size"]], "crop_pct": config["crop"], "tag": "finetune_mile"}
     how |= {key: config[key] for key in ("mean", "std", "interpolation", "num_classes")}
     card = {
         "architecture": name,

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.adapters import few
-from finetune_mile.checkpoints.pages import MappedPages
+from finetune_mile.checkpoints.readers.memory import MappedPages
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.heads import build, get_head
-from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
+from finetune_mile.networks.resnets import Padding, ResNet
 
-_UNSEEN = re.compile(r"-nopool|-norelu|:heads=\d+")  # parts of a network's name that no tensor shows
 COUNTER = "num_batches_tracked"
 """Batch counters: TensorFlow and haiku have none, and nothing we compute depends on them."""
 
@@ -133,20 +132,3 @@ def head_names(network: nn.Module) -> tuple[str, str]:
     head = get_head(network)
     prefix = next(name for name, module in network.named_modules() if module is head)
     return f"{prefix}.weight", f"{prefix}.bias"
-
-
-def keeps(claim: str, name: str) -> bool:
-    """Does a claim keep what a file shows beside its tensors? It may add to it: a file need not show it."""
-    return all(part in claim for part in _UNSEEN.findall(name) if not part.startswith(":"))
-
-
-def same_tensors(one: str, other: str) -> bool:
-    """Do two names mean networks with the same tensors? A stem's padding, for example, has none."""
-    if one == other:
-        return True
-    plain = [_UNSEEN.sub("", name).replace("-cifar2", "-cifar") for name in (one, other)]
-    bases = [name.removeprefix("timm:").split(".")[0] for name in plain]
-    if bases[0] == bases[1]:
-        return True
-    archs = [parse_arch(re.sub(r"^(resnet\d+)d$", r"\1-d", base)) for base in bases]
-    return archs[0] is not None and archs[0] == archs[1]

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.adapters import Adapted, adapt
-from finetune_mile.checkpoints.adapters.own import config_of
-from finetune_mile.checkpoints.cards import SCRATCH, Card, check_init, split_init
-from finetune_mile.checkpoints.detect import (
-    BEHIND_PREFIX,
-    Found,
-    detect,
-    from_simclr,
-    read_arch,
-)
-from finetune_mile.checkpoints.fitting import (
-    build_for,
-    check_fit,
-    check_head_name,
-    fill,
-    head_names,
-    keep_classifier,
-    keeps,
-    same_tensors,
-)
-from finetune_mile.checkpoints.locating import Located, locate
-from finetune_mile.checkpoints.marks import Marks, read_marks
+from finetune_mile.checkpoints.adapters import adapt
+from finetune_mile.checkpoints.architecture import name_network
+from finetune_mile.checkpoints.cards import SCRATCH, Card
+from finetune_mile.checkpoints.detect import Found, detect
+from finetune_mile.checkpoints.fitting import build_for, check_fit, check_head_name, fill, head_names, keep_classifier
+from finetune_mile.checkpoints.init import Init, Located, locate, parse_init, read_header
+from finetune_mile.checkpoints.preprocessing import Preprocessor
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
 from finetune_mile.core.problems import Problem
@@ -71,12 +57,13 @@ class Opened:
     report: LoadReport
     classifier: dict[str, Tensor] = field(default_factory=dict)  # fc.weight (C, D), fc.bias (C,)
     classifier_names: dict[str, str] = field(default_factory=dict)  # what the file calls them
+    own: bool = False  # an export of ours
     config: dict[str, Any] = field(default_factory=dict)  # of the export: its header, or config.json beside the file
 
     @property
     def called(self) -> str:
         """The name under which a user asks for the classifier's weight; empty without one."""
-        return "fc.weight" if self.report.format == "finetune-mile" else self.classifier_names.get("fc.weight", "")
+        return "fc.weight" if self.own else self.classifier_names.get("fc.weight", "")
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -90,8 +77,31 @@ class Opened:
         return next((word for word in get_args(Activation) if word == self.config.get("activation")), None)
 
 
+def load_public(text: str, num_classes: int | None, arch: str | None) -> nn.Module:
+    """See `finetune_mile.load`."""
+    if num_classes is None:
+        opened = open_trunk(text, arch=arch)
+        network, card, report = opened.network, opened.card, opened.report
+    else:
+        network, card, report = load_network(text, arch=arch, num_classes=num_classes, head_bias="zero")
+        if report.classifier == num_classes:
+            warnings.warn(
+                f"load({text!r}, num_classes={num_classes}) returns a new, untrained head and ignores the trained "
+                f"classifier in the file; finetune_mile.load_classifier({text!r}) returns the trained one",
+                stacklevel=3,
+            )
+    return with_attributes(network, card=card, report=report, preprocess=Preprocessor(card.preprocess))
+
+
+def with_attributes(network: nn.Module, **attributes: object) -> nn.Module:
+    """A network in eval mode that carries what Python users ask for."""
+    for name, value in attributes.items():
+        setattr(network, name, cast(nn.Module, value))
+    return network.eval()
+
+
 def load_network(
-    init: str,
+    init: str | Init,
     *,
     arch: str | None,
     num_classes: int,
@@ -103,8 +113,7 @@ def load_network(
     """The network that a run starts from: trunk from `init`, head new.
 
     Args:
-        init: a card's name, a file, a folder, `timm:NAME`, `hf:owner/name` or `none`; `::PREFIX`
-            picks one of several trunks.
+        init: what `--init` takes, as text or parsed.
         arch: the network, where `init` does not say it; must agree where it does.
         num_classes: C.
         head_bias: how the new head's bias starts.
@@ -114,7 +123,7 @@ def load_network(
     """
     opened = open_trunk(init, arch=arch, head_from=head_from)
     network, report = opened.network, opened.report
-    if keep_head is not None and head_from == 1 and report.format != "finetune-mile":
+    if keep_head is not None and head_from == 1 and not opened.own:
         raise Problem(
             f"--keep-head {keep_head} does not go with head_from 1: the classifier of {init} was trained on the "
             "backbone's features, not on the projection's; say --set head_from=0, or leave --keep-head out"
@@ -123,17 +132,16 @@ def load_network(
     if keep_head is None:
         report = replace(report, reset=(*report.reset, *head_names(network)))
         return network, opened.card, report
-    check_head_name(opened.classifier, opened.called, keep_head, source=init)
-    keep_classifier(network, opened.classifier, keep_head, source=init)
+    check_head_name(opened.classifier, opened.called, keep_head, source=str(init))
+    keep_classifier(network, opened.classifier, keep_head, source=str(init))
     return network, opened.card, _with_head_loaded(report, network, opened.classifier_names)
 
 
-def keep_own_head(opened: Opened) -> tuple[nn.Module, LoadReport]:
+def keep_own_head(opened: Opened) -> Opened:
     """Put the classifier of an opened file back on its trunk, in place; the caller has asked for it."""
-    network = opened.network
-    new_head(network, opened.report.classifier, "zero")
-    keep_classifier(network, opened.classifier, "fc", source=opened.card.name)
-    return network, _with_head_loaded(opened.report, network, opened.classifier_names)
+    new_head(opened.network, opened.report.classifier, "zero")
+    keep_classifier(opened.network, opened.classifier, "fc", source=opened.card.name)
+    return replace(opened, report=_with_head_loaded(opened.report, opened.network, opened.classifier_names))
 
 
 def _with_head_loaded(report: LoadReport, network: nn.Module, own: Mapping[str, str]) -> LoadReport:
@@ -144,29 +152,22 @@ def _with_head_loaded(report: LoadReport, network: nn.Module, own: Mapping[str, 
     )
 
 
-def open_trunk(init: str, *, arch: str | None = None, head_from: int = 0) -> Opened:
+def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0) -> Opened:
     """The trunk behind `init`, without a head; arguments as in `load_network`."""
-    check_init(init)
+    init = parse_init(init)
     if head_from not in (0, 1):
         raise Problem(f"head_from {head_from}: 0 (features) or 1 (after the first projection layer)")
-    where, choice = split_init(init)
-    if where == "none":
+    if init.kind == "none":
         return _scratch(arch)
-    if where.startswith("timm:"):
-        network, card = open_timm(where.removeprefix("timm:"), arch)
-        loaded = tuple(network.state_dict())
+    if init.kind == "timm":
+        network, card = open_timm(init.name, arch)
         report = LoadReport(
-            format="timm",
-            why="--init says so",
-            arch=where,
-            padding="torch",
-            loaded=loaded,
-            reset=(),
-            dropped=(),
-        )
+            format="timm", why="--init says so", arch=f"timm:{init.name}", padding="torch",
+            loaded=tuple(network.state_dict()), reset=(), dropped=(),
+        )  # fmt: skip
         return Opened(network=network, card=card, report=report)
-    located = locate(where)
-    return open_contents(read(located.path), located, choice=choice, arch=arch, head_from=head_from)
+    located = locate(init)
+    return open_contents(read(located.path), located, choice=init.choice, arch=arch, head_from=head_from)
 
 
 def _scratch(arch: str | None) -> Opened:
@@ -197,16 +198,21 @@ def open_contents(
         if arch not in (None, choice):
             raise Problem(f"--init {source}::{choice} and --arch {arch} name two networks; give one of them")
         arch, choice = choice, None
-    facts = _facts(contents, located)
-    found = None if config_of(contents) else native(contents, arch or facts.arch)
+    header = read_header(contents.metadata)
+    config = header or located.config
+    facts = _facts(config, located)
+    named = arch or facts.arch or ""
+    found = native(contents, named) if named.startswith("timm:") and not header else None
     found = found or detect(contents, choice, source=source)
     if card is not None and card.format not in (None, found.format):
         raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {found.format} ({found.why})")
     adapted = adapt(found.contents, found.adapter, source=source)
-    marks = read_marks(contents, found, adapted, source=source)
-    found, name, padding = _decide(adapted, found, marks, facts, card, arch, source)
-    adapted = canonical_head(adapted, name)
-    keep = head_from == 1 or found.format == "finetune-mile"
+    on_card = card.arch if card else None
+    found, name = name_network(contents, found, adapted, config=facts.arch, card=on_card, arch=arch, source=source)
+    padding = card.padding if card else facts.padding or found.adapter.padding
+    if name.startswith("timm:"):
+        adapted = canonical_head(adapted, name)
+    keep = head_from == 1 or found.adapter.own
     parts = {n: t for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
     if keep:
         parts |= {n: t for n, t in adapted.tensors.items() if n.startswith("proj.")}
@@ -232,7 +238,8 @@ def open_contents(
         report=report,
         classifier=heads,
         classifier_names={ours: adapted.sources[ours] for ours in heads},
-        config=config_of(contents) or located.config,
+        own=found.adapter.own,
+        config=config,
     )
 
 
@@ -246,8 +253,7 @@ class _Facts:
     method: str | None = None
 
 
-def _facts(contents: Contents, located: Located) -> _Facts:
-    config = config_of(contents) or located.config
+def _facts(config: Mapping[str, Any], located: Located) -> _Facts:
     if "architecture" in config:
         arch, preprocess = timm_facts(config)
         return _Facts(arch=arch, preprocess=preprocess)
@@ -262,65 +268,6 @@ def _facts(contents: Contents, located: Located) -> _Facts:
     except ValidationError as error:
         raise Problem(f"the config of {located.path.name} is not valid: {error}") from error
     return _Facts(arch=card.arch, padding=card.padding, preprocess=card.preprocess, method=card.method)
-
-
-def _decide(
-    adapted: Adapted,
-    found: Found,
-    marks: Marks,
-    facts: _Facts,
-    card: Card | None,
-    arch: str | None,
-    source: str,
-) -> tuple[Found, str, Padding]:
-    """Architecture and padding: read from the tensors, held against every claim."""
-    if facts.arch is not None and (found.format == "finetune-mile" or _only_named(facts.arch)):
-        name = facts.arch
-    elif found.format == "timm" and arch is not None:
-        name = arch
-    else:
-        shapes = {n: tuple(t.shape) for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
-        name = read_arch(shapes, marks, source=source)
-    claims = (
-        (facts.arch, "its config"),
-        (card.arch if card else None, "the card"),
-        (arch, "--arch"),
-    )
-    for claim, who in claims:
-        if claim is None:
-            continue
-        if not same_tensors(claim, name) or not keeps(claim, name):
-            raise Problem(f"{source} holds a {name}, {who} says {claim}")
-        if marks.heads and ":heads=" not in claim and ":heads=" not in (arch or ""):
-            raise Problem(
-                f"{source} holds a {claim}:heads={marks.heads}, {who} says {claim}; "
-                f"say --arch {claim}:heads={marks.heads} (or another number)"
-            )
-        name = claim
-    shape, silent = parse_arch(name), all(claim is None for claim, _ in claims)
-    if marks.cifar_stem is None and silent and "-cifar" in name:
-        other = name.replace("-cifar", "-cifar2")
-        raise Problem(
-            f"{source} holds a ResNet with a 3x3 stem and does not show its padding; say --arch {name} (padding 1, "
-            f"the usual) or --arch {other} (padding 2, solo-learn's), or append ::{name} or ::{other} to the file"
-        )
-    if shape is not None and found.adapter.padding == "torch":
-        if shape.sk:
-            found = replace(found, adapter=from_simclr(found.adapter))
-        elif shape.project_first and silent and found.format in ("torchvision", BEHIND_PREFIX):
-            raise Problem(
-                f"{source} holds a ResNet with a shortcut convolution in layer1.0: SimCLR's and "
-                "BYOL's have it, and each pads in its own way, which no tensor shows; say whose: "
-                f"--init '{source}::tonylins' (SimCLR) or '{source}::byol-convert' (BYOL), "
-                f"or --arch {name} for torch's own padding"
-            )
-    return found, name, card.padding if card else facts.padding or found.adapter.padding
-
-
-def _only_named(arch: str) -> bool:
-    """Is this a network that its tensors do not tell: timm's, or one with group norm?"""
-    shape = parse_arch(arch)
-    return arch.startswith("timm:") or (shape is not None and shape.norm == "group")
 
 
 def _card(name: str, found: Found, facts: _Facts, arch: str, padding: Padding) -> Card:

@@ -73,22 +73,18 @@ def _preprocess(config: Mapping[str, Any]) -> Preprocess:
     )
 
 
-def native(contents: Contents, arch: str | None) -> Found | None:
+def native(contents: Contents, arch: str) -> Found | None:
     """A file in the very names of the timm network that was asked for, where it is one."""
-    if arch is None or not arch.startswith("timm:"):
-        return None
     names = set(build(arch).state_dict())
     if not names <= set(state_dict_of(contents)):
         return None
     adapter = Adapter(recognise=lambda _: None, unwrap=state_dict_of, rename=lambda key: key, method="timm")
     why = f"all {len(names)} tensors of {arch} are there by name"
-    return Found(format="timm", why=why, adapter=adapter, contents=contents)
+    return Found(format="timm", why=why, adapter=adapter, contents=contents, arch=arch)
 
 
 def canonical_head(adapted: Adapted, arch: str) -> Adapted:
-    """The classifier of timm (`head`, `fc`, ...) under the name `fc`, as everywhere else."""
-    if not arch.startswith("timm:"):
-        return adapted
+    """The classifier of a `timm:NAME` (`head`, `fc`, ...) under the name `fc`, as everywhere else."""
     import timm
 
     model, _ = split_timm(arch)

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from finetune_mile.checkpoints.cards import Card
-from finetune_mile.checkpoints.fetching import fetch
+from finetune_mile.core.download import RemoteFile, fetch
 from finetune_mile.core.files import open_regular, size_in_words
 from finetune_mile.core.places import cache, shipped
 from finetune_mile.core.problems import Problem
@@ -139,18 +138,13 @@ def fetch_list(card: SplitCard) -> list[str]:
 
 def _download(card: SplitCard, place: Path) -> None:
     try:
-        remote = Card(name=card.name, method="none", arch=None, file=place.name, urls=card.urls, sha256=card.sha256)
-        found = fetch(remote)
+        fetch((RemoteFile(name=place.name, urls=card.urls, sha256=card.sha256),), place.parent)
     except Problem as error:
-        reason = str(error).partition("; fetch ")[0]  # the fetcher's own advice names another place
+        reason = str(error).partition("; fetch ")[0]  # the download's own advice does not know --split
         raise Problem(
             f"--fraction {card.fraction:g} of ImageNet means SimCLR's published list, which could not be fetched "
             f"({reason}); fetch {card.urls[0]} elsewhere and put it at {place}, or give it with --split FILE"
         ) from error
-    place.parent.mkdir(parents=True, exist_ok=True)
-    part = place.with_name(f".{place.name}.{os.getpid()}.part")
-    part.write_bytes(found.read_bytes())
-    part.replace(place)
 
 
 def find(names: Sequence[str], ids: Sequence[str], what: str, fraction: float) -> Indices:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from finetune_mile.checkpoints.init import parse_source
 from finetune_mile.pricing.estimate import Counts, Estimate, count, estimate, warnings
 from finetune_mile.pricing.scene import NetworkFacts, Scene, look_at_data, look_at_network
 from finetune_mile.recipe import Recipe
@@ -41,7 +42,7 @@ def make_offer(recipe: Recipe, *, network: NetworkFacts | None = None, teacher: 
     counts = count(recipe, scene)
     network = network or look_at_network(recipe.init, recipe.arch, recipe.size)
     if recipe.teacher is not None and teacher is None:
-        teacher = look_at_network(recipe.teacher, None, network.size)
+        teacher = look_at_network(parse_source(recipe.teacher, "--teacher"), None, network.size)
     from finetune_mile.pricing.timing import time_network, time_optimizer, time_reading
 
     share = max(min(recipe.batch_size // recipe.accumulate, MOST_AT_ONCE), 2)

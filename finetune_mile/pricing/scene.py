@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune_mile.checkpoints.cards import SCRATCH, Card, check_init, find_card, list_cards, split_init
+from finetune_mile.checkpoints.cards import SCRATCH, Card, Missing, find_card, is_cached
+from finetune_mile.checkpoints.init import Init, parse_init, read_config
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool
 from finetune_mile.images.sources import load_data
@@ -89,52 +88,36 @@ def _counted(data: str, fraction: float, seed: int, split: str | None, calibrati
     )  # fmt: skip
 
 
-def look_at_network(init: str, arch: str | None, size: int | None) -> NetworkFacts:
+def look_at_network(init: str | Init, arch: str | None, size: int | None) -> NetworkFacts:
     """The network behind --init and --arch; what a card says is enough, its weights are not needed."""
-    where, _ = split_init(init)
-    card: Card = SCRATCH
-    here = True
-    if where.startswith("timm:"):
-        arch = arch or where
-    elif where in list_cards():
-        card = find_card(where)
-        here = _present(init)
-    elif where != "none":
-        own = own_config(Path(where))
-        if own is not None:
-            return NetworkFacts(
-                arch=own["arch"], padding=own.get("padding", "torch"), size=size or own["size"], here=True
-            )
-        if Path(where).exists() and arch is None:
-            card, arch = _opened_file(init)
-        here = Path(where).exists()
-        if not here and arch is None:
-            check_init(init)
+    card, here = SCRATCH, True
+    try:
+        init = parse_init(init)
+    except Missing:
+        if arch is None:
+            raise
+        return NetworkFacts(arch=arch, padding=card.padding, size=size or card.preprocess.size, here=False)
+    config = read_config(init.path) if init.path and init.kind == "folder" else {}
+    if {"arch", "size"} <= config.keys():
+        padding = config.get("padding", "torch")
+        return NetworkFacts(arch=config["arch"], padding=padding, size=size or config["size"], here=True)
+    if init.kind == "timm":
+        arch = arch or f"timm:{init.name}"
+    elif init.kind == "card":
+        card = find_card(init.name)
+        here = is_cached(card)
+    elif init.kind == "hf":
+        here = False
+    elif init.path and arch is None:
+        card, arch = _opened_file(init)
     arch = arch or card.arch
     if arch is None:
-        raise Problem(f"--init {init}: which network? say --arch")
+        raise Problem(f"{init.flag} {init}: which network? say --arch")
     return NetworkFacts(arch=arch, padding=card.padding, size=size or card.preprocess.size, here=here)
 
 
-def own_config(folder: Path) -> dict[str, Any] | None:
-    """The config.json of a run folder's export; None where it is no such folder."""
-    for path in (folder / "export/config.json", folder / "config.json"):
-        if path.is_file():
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            return content if "arch" in content and "size" in content else None
-    return None
-
-
-def _present(init: str) -> bool:
-    """Are a card's files on this machine?"""
-    from finetune_mile.checkpoints.fetching import is_cached, shipped_file
-
-    card = find_card(split_init(init)[0])
-    return shipped_file(card) is not None or is_cached(card)
-
-
 @lru_cache(maxsize=16)
-def _opened_file(init: str) -> tuple[Card, str]:
+def _opened_file(init: Init) -> tuple[Card, str]:
     from finetune_mile.checkpoints.loading import open_trunk
 
     trunk = open_trunk(init)

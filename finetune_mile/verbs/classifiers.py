@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune_mile.checkpoints.cards import Missing
+from finetune_mile.checkpoints.init import Init, parse_source, read_config
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.imageset import ImageSet
@@ -62,79 +63,69 @@ class _TimmView:
         return self.transform(Image.fromarray(image.permute(1, 2, 0).numpy()))
 
 
-def run_folder(spec: str) -> Path | None:
-    """The folder of `run:DIR`, or of a bare run folder or export; None for all else."""
-    place = Path(spec.removeprefix("run:"))
-    if spec.startswith("run:") or (place.is_dir() and _config(place) is not None):
-        return place
-    return None
-
-
-def check_model(spec: str, flag: str) -> None:
-    """Raise if the model cannot be anything: fast, before torch is imported."""
-    folder = run_folder(spec)
-    if folder is not None:
-        if not folder.is_dir():
-            raise Problem(f"{flag} {spec}: there is no directory {str(folder)!r}")
-        if _config(folder) is None:
+def parse_model(spec: str, flag: str) -> Init:
+    """Parse --model: `run:DIR`, `timm:NAME`, `hf:NAME` or `hf:DIR`, or a file; fast, before torch is imported."""
+    scheme, colon, name = spec.partition(":")
+    if colon and scheme == "run":
+        if not Path(name).is_dir():
+            raise Problem(f"{flag} {spec}: there is no directory {name!r}")
+        if "arch" not in read_config(Path(name)):
             raise Problem(f"{flag} {spec}: no export in it; a finished run has export/config.json")
-        return
-    if spec.startswith(("timm:", "hf:")):
-        if not spec.partition(":")[2]:
+        return Init(spec, "folder", name, flag=flag)
+    if colon and scheme in ("timm", "hf"):
+        if not name:
             raise Problem(f"{flag} {spec}: the model's name is missing, as in timm:resnet50.a1_in1k")
-        return
-    if not Path(spec.partition("::")[0]).exists():
-        raise Problem(f"{flag} {spec}: no such file; write run:DIR, timm:NAME, hf:NAME or a checkpoint file")
+        return Init(spec, "hf" if scheme == "hf" else "timm", name, flag=flag)
+    try:
+        return parse_source(spec, flag)
+    except Missing as error:
+        hint = "write run:DIR, timm:NAME, hf:NAME or a checkpoint file"
+        raise Problem(f"{flag} {spec}: no such file; {hint}") from error
 
 
-def _config(folder: Path) -> Path | None:
-    """The config.json of our export in a run folder or export folder."""
-    paths = (folder / "export/config.json", folder / "config.json")
-    path = next((p for p in paths if p.is_file()), None)
-    if path is None or "arch" not in json.loads(path.read_text(encoding="utf-8")):
-        return None
-    return path
+def run_folder(model: Init) -> Path | None:
+    """The folder of one of our runs or exports; None for all else."""
+    return model.path if model.path and model.kind == "folder" and "arch" in read_config(model.path) else None
 
 
-def open_classifier(spec: str, *, flag: str, weights: str | None, num_classes: int, seed: int) -> Classifier:
-    """Open what `check_model` let pass.
+def open_classifier(model: Init, *, weights: str | None, num_classes: int, seed: int) -> Classifier:
+    """Open a model with its own head.
 
     Args:
-        spec: `run:DIR`, `timm:NAME`, `hf:NAME` or a file.
-        flag: who said it, for messages.
+        model: as `parse_model` returns it.
         weights: for timm: a file instead of the published weights, or `none` for random ones.
         num_classes: of the data; random weights get as many.
         seed: of random weights.
     """
-    if spec.startswith(("timm:", "hf:")):
-        return _open_timm(spec, flag, weights, num_classes, seed)
+    if model.kind in ("timm", "hf"):
+        return _open_timm(model, weights, num_classes, seed)
     if weights is not None:
-        raise Problem(f"--weights {weights} goes with {flag} timm:NAME; {spec} has its own")
-    return _open_own_head(spec, flag)
+        raise Problem(f"--weights {weights} goes with {model.flag} timm:NAME; {model} has its own")
+    return _open_own_head(model)
 
 
-def _open_own_head(spec: str, flag: str) -> Classifier:
+def _open_own_head(model: Init) -> Classifier:
     """A run, an export, or somebody's checkpoint with a classifier: evaluating it is asking for that head."""
-    from finetune_mile.checkpoints.teachers import open_with_head
+    from finetune_mile.checkpoints.classifier import open_with_head
 
-    opened = open_with_head(spec.removeprefix("run:"), flag)
+    opened = open_with_head(model, model.flag)
     return Classifier(
-        name=spec, network=opened.network, num_classes=opened.report.classifier, how=opened.card.preprocess,
+        name=model.text, network=opened.network, num_classes=opened.report.classifier, how=opened.card.preprocess,
         classes=opened.classes, activation=opened.activation or "softmax",
     )  # fmt: skip
 
 
-def _open_timm(spec: str, flag: str, weights: str | None, num_classes: int, seed: int) -> Classifier:
+def _open_timm(model: Init, weights: str | None, num_classes: int, seed: int) -> Classifier:
     import timm
     import torch
     from timm.data import create_transform, resolve_data_config
 
-    scheme, _, name = spec.partition(":")
-    if scheme == "hf":
+    name = model.name
+    if model.kind == "hf":
         name = f"local-dir:{name}" if Path(name).is_dir() else f"hf-hub:{name}"
     elif not timm.is_model(name.split(".")[0]):
         near = ", ".join(timm.list_models(f"*{name.split('.')[0]}*")[:3])
-        raise Problem(f"{flag} {spec}: timm has no such model" + (f"; near: {near}" if near else ""))
+        raise Problem(f"{model.flag} {model}: timm has no such model" + (f"; near: {near}" if near else ""))
     if weights == "none":
         torch.manual_seed(seed)
         network = timm.create_model(name, pretrained=False, num_classes=num_classes).eval()
@@ -146,17 +137,17 @@ def _open_timm(spec: str, flag: str, weights: str | None, num_classes: int, seed
         except Exception as error:  # hub, network, file and version troubles have no common base
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             hint = "fetch its file elsewhere and give it by --weights FILE"
-            raise Problem(f"{flag} {spec} could not be fetched ({first}); {hint}") from error
+            raise Problem(f"{model.flag} {model} could not be fetched ({first}); {hint}") from error
     config = resolve_data_config(network.pretrained_cfg, model=network)
     height, width = config["input_size"][1:]
     if height != width or not network.num_classes:
         what = "has no classifier" if not network.num_classes else f"wants {height} x {width} images, not squares"
-        raise Problem(f"{flag} {spec}: it {what}, so it cannot be evaluated here")
+        raise Problem(f"{model.flag} {model}: it {what}, so it cannot be evaluated here")
     transform = create_transform(**config, is_training=False, use_prefetcher=True)
     how = Preprocess(mean=tuple(config["mean"]), std=tuple(config["std"]), size=height, crop=1.0)
     names = network.pretrained_cfg.get("label_names")
     return Classifier(
-        name=spec, network=network, num_classes=network.num_classes, how=how, view=_TimmView(transform),
+        name=model.text, network=network, num_classes=network.num_classes, how=how, view=_TimmView(transform),
         classes=tuple(names) if names else None, activation="softmax",
     )  # fmt: skip
 

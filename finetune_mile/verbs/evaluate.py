@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune_mile.checkpoints.init import Init
 from finetune_mile.core.problems import Problem, tell
 from finetune_mile.core.schema import LARGEST_BATCH
 from finetune_mile.flags import Parser
@@ -15,7 +16,7 @@ from finetune_mile.images.checks import check_truth
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.sources import split_name
 from finetune_mile.runlog import next_folder
-from finetune_mile.verbs.classifiers import check_model, run_folder
+from finetune_mile.verbs.classifiers import parse_model, run_folder
 from finetune_mile.verbs.predicting import predict_with, recipe_of
 
 if TYPE_CHECKING:
@@ -103,16 +104,16 @@ def _check_sources(options: argparse.Namespace) -> None:
     if options.logits is not None and not options.logits.is_file():
         raise Problem(f"--logits {options.logits}: no such file")
     if options.model is not None:
-        check_model(options.model, "--model")
+        options.model = parse_model(options.model, "--model")
     if options.compare is not None:
-        check_model(options.compare, "--compare")
+        options.compare = parse_model(options.compare, "--compare")
     if options.weights not in (None, "none") and not Path(options.weights).is_file():
         raise Problem(f"--weights {options.weights}: no such file (none: random weights)")
 
 
 def _check_data(options: argparse.Namespace) -> None:
     if options.data is None:
-        folder = run_folder(options.model) if options.model else None
+        folder = run_folder(options.model) if isinstance(options.model, Init) else None
         recipe = recipe_of(folder) if folder else {}
         options.data, options.truth = recipe.get("data"), options.truth or recipe.get("truth")
     needed = options.model is not None or (options.compare is not None and not _is_logits(options.compare))
@@ -135,8 +136,8 @@ def _check_out(options: argparse.Namespace) -> None:
             raise Problem(f"--out {out}: holds an evaluation; choose another name, or say --overwrite")
 
 
-def _is_logits(spec: str) -> bool:
-    return spec.endswith(".parquet") and Path(spec).is_file()
+def _is_logits(source: Init | str) -> bool:
+    return isinstance(source, Init) and source.kind == "file" and source.name.endswith(".parquet")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,7 +163,7 @@ def run(options: argparse.Namespace) -> int:
     if options.logits is not None:
         first = read_predictions(options.logits)
     else:
-        first = predict_with(options.model, options, accelerator, flag="--model")
+        first = predict_with(options.model, options, accelerator)
     if options.truth is not None:
         first = _with_truth(first, options.truth)
     how: dict[str, Any] = {key: first.about.get(key) for key in ("prediction_set", "rho")}
@@ -170,9 +171,9 @@ def run(options: argparse.Namespace) -> int:
     other = None
     if options.compare is not None:
         if _is_logits(options.compare):
-            other = read_predictions(Path(options.compare))
+            other = read_predictions(Path(options.compare.name))
         else:
-            other = predict_with(options.compare, options, accelerator, flag="--compare")
+            other = predict_with(options.compare, options, accelerator)
         other = _matched(other, first, options.compare)
     if not accelerator.is_main_process:
         return 0
@@ -208,7 +209,7 @@ def _no_images(index: int) -> Any:
     raise RuntimeError(f"image {index} was asked for, but only its label was wanted")
 
 
-def _matched(other: Predictions, first: Predictions, spec: str) -> Predictions:
+def _matched(other: Predictions, first: Predictions, spec: Init) -> Predictions:
     """The other model's predictions in the order of the first one's images and classes."""
     place = {name: i for i, name in enumerate(other.ids)}
     missing = [name for name in first.ids if name not in place]

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from finetune_mile.checkpoints.init import Init
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.bad_images import allowed
 from finetune_mile.images.imageset import Data, ImageSet
@@ -27,7 +28,7 @@ def recipe_of(folder: Path) -> dict[str, Any]:
     return read_yaml(path) if path else {}
 
 
-def how_sets_are_made(model: str) -> dict[str, Any]:
+def how_sets_are_made(model: Init) -> dict[str, Any]:
     """The set rule and rho of a run, so that eval gives the numbers of its results.json."""
     folder = run_folder(model)
     recipe = recipe_of(folder) if folder else {}
@@ -37,25 +38,23 @@ def how_sets_are_made(model: str) -> dict[str, Any]:
     return {"prediction_set": rule, "rho": rho if isinstance(rho, int | float) else None}
 
 
-def predict_with(
-    spec: str, options: argparse.Namespace, accelerator: Accelerator, *, flag: Literal["--model", "--compare"]
-) -> Predictions:
+def predict_with(source: Init, options: argparse.Namespace, accelerator: Accelerator) -> Predictions:
     """Show the images to a model, on all processes; images that cannot be read are left out, and listed in `about`."""
     import torch
 
     from finetune_mile.measures.predictions import Predictions
 
     data = load_data(options.data)
-    part = options.part or default_part(options.data, spec)
+    part = options.part or default_part(options.data, source)
     images = pick_images(data, part)
-    weights = options.weights if flag == "--model" else None
-    model = open_classifier(spec, flag=flag, weights=weights, num_classes=len(data.classes), seed=options.seed)
-    columns = columns_for(model, data.classes, flag)
+    weights = options.weights if source.flag == "--model" else None
+    model = open_classifier(source, weights=weights, num_classes=len(data.classes), seed=options.seed)
+    columns = columns_for(model, data.classes, source.flag)
     began = time.monotonic()
     logits, bad = _logits(model, images, options, accelerator)
     seconds = time.monotonic() - began
     about = {
-        "model": spec, "data": options.data, "part": part, **how_sets_are_made(spec),
+        "model": source.text, "data": options.data, "part": part, **how_sets_are_made(source),
         "preprocess": model.how.model_dump(mode="json"), "seconds": round(seconds, 3),
         "images_per_second": round(len(images) / max(seconds, 1e-9), 1),
         "bad_images": {images.ids[i]: reason for i, reason in bad.items()},
@@ -105,7 +104,7 @@ def _logits(
     return logits, bad
 
 
-def default_part(data: str, model: str) -> Literal["val", "all"]:
+def default_part(data: str, model: Init) -> Literal["val", "all"]:
     """The validation images; all images of a folder without train/, unless the model was trained on that folder."""
     scheme, where = split_name(data)
     one_tree = scheme == "folder" and not (Path(where.partition("?")[0]) / "train").is_dir()

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from finetune_mile.checkpoints.cards import check_init, find_card, list_cards, read_card
-from finetune_mile.checkpoints.fetching import folder_of, is_cached
+from finetune_mile.checkpoints.cards import find_card, folder_of, is_cached, list_cards, read_card
+from finetune_mile.checkpoints.init import Init, parse_init
 from finetune_mile.core.problems import Problem
 from finetune_mile.flags import Parser
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from finetune_mile.checkpoints.loading import LoadReport, Opened
+    from finetune_mile.checkpoints.loading import Opened
 
 TOLERANCE = 1e-4  # largest difference over the largest feature
 
@@ -124,11 +122,11 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    check_init(args.init)
+    init = parse_init(args.init)
     from finetune_mile.checkpoints.loading import open_trunk
 
-    opened = open_trunk(args.init, arch=args.arch)
-    against = args.against or _beside(args.init)
+    opened = open_trunk(init, arch=args.arch)
+    against = args.against or _beside(init)
     figures = compare(opened, against) if against else {}
     fine = all(figure <= TOLERANCE for figure in figures.values())
     if args.json:
@@ -147,12 +145,12 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if fine else 1
 
 
-def _beside(init: str) -> Path | None:
+def _beside(init: Init) -> Path | None:
     """`expected.npz` next to the file, where there is one."""
-    path = Path(init.split("::")[0]).expanduser()
-    folder = path if path.is_dir() else path.parent
-    beside = folder / "expected.npz"
-    return beside if (path.exists() or path.with_name(path.name + ".index").exists()) and beside.is_file() else None
+    if init.path is None:
+        return None
+    beside = (init.path if init.kind == "folder" else init.path.parent) / "expected.npz"
+    return beside if beside.is_file() else None
 
 
 def _print_report(opened: Opened, *, names: bool) -> None:
@@ -198,25 +196,26 @@ def compare(opened: Opened, path: Path) -> dict[str, float]:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    check_init(args.init)
+    init = parse_init(args.init)
     from finetune_mile.checkpoints.exporting import check_free, write_export, write_timm
     from finetune_mile.checkpoints.loading import open_trunk
 
     check_free(args.out)
-    opened = open_trunk(args.init, arch=args.arch)
-    network, report, head, fate = _classifier(opened, args)
+    opened = open_trunk(init, arch=args.arch)
+    opened, head, fate = _classifier(opened, args)
+    report = opened.report
     config: dict[str, Any] = opened.card.preprocess.model_dump(mode="json")
     config |= {
         "arch": report.arch, "padding": report.padding, "method": opened.card.method, "init": args.init,
         "licence": opened.card.licence, **head,
     }  # fmt: skip
     write = write_timm if args.to == "timm" else write_export
-    write(args.out, network, config)
+    write(args.out, opened.network, config)
     _say(f"{args.out}: {report.arch}, {len(report.loaded)} tensors, from {report.format}; {fate}")
     return 0
 
 
-def _classifier(opened: Opened, args: argparse.Namespace) -> tuple[nn.Module, LoadReport, dict[str, Any], str]:
+def _classifier(opened: Opened, args: argparse.Namespace) -> tuple[Opened, dict[str, Any], str]:
     """The network with or without the classifier of its file; the facts for its config; a few words for the user.
 
     The classifier of one of our runs is what the run was for, so it is kept. That of another file has seen labels
@@ -225,26 +224,24 @@ def _classifier(opened: Opened, args: argparse.Namespace) -> tuple[nn.Module, Lo
     from finetune_mile.checkpoints.fitting import check_head_name
     from finetune_mile.checkpoints.loading import keep_own_head
 
-    report = opened.report
     none: dict[str, Any] = {"num_classes": 0, "classes": []}
     if args.keep_head is not None:
         check_head_name(opened.classifier, opened.called, args.keep_head, source=args.init)
-    if not report.classifier:
-        return opened.network, report, none, "the file has no classifier"
-    size = f"{report.classifier} classes"
+    if not opened.report.classifier:
+        return opened, none, "the file has no classifier"
+    size = f"{opened.report.classifier} classes"
     if args.drop_head:
-        return opened.network, report, none, f"classifier with {size} dropped"
-    if args.keep_head is None and report.format != "finetune-mile":
+        return opened, none, f"classifier with {size} dropped"
+    if args.keep_head is None and not opened.own:
         own = opened.called
         parts = re.split(r"[./]", own)[:-1]
         name = next((part for part in parts if part.startswith(("fc", "head", "classifier"))), parts[-1])
         fate = f"classifier {own} with {size} dropped; add --keep-head {name} to keep it"
-        return opened.network, report, none, fate
-    network, report = keep_own_head(opened)
-    head: dict[str, Any] = {"num_classes": report.classifier, "classes": list(opened.classes or ())}
+        return opened, none, fate
+    head: dict[str, Any] = {"num_classes": opened.report.classifier, "classes": list(opened.classes or ())}
     if opened.activation is not None:
         head["activation"] = opened.activation
-    return network, report, head, f"classifier with {size} kept"
+    return keep_own_head(opened), head, f"classifier with {size} kept"
 
 
 def _docs(args: argparse.Namespace) -> int:

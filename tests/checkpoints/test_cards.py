@@ -11,13 +11,12 @@ import yaml
 import finetune_mile
 from finetune_mile.checkpoints.cards import (
     Card,
-    RemoteFile,
-    check_init,
     find_card,
     list_cards,
     read_card,
-    split_init,
 )
+from finetune_mile.checkpoints.init import parse_init
+from finetune_mile.core.download import RemoteFile
 from finetune_mile.core.places import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import parse_arch
@@ -124,7 +123,7 @@ def test_an_unknown_name_is_answered_with_near_ones() -> None:
         find_card("moco-v2")
 
 
-def test_check_init(tmp_path: Path) -> None:
+def test_parse_init(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "model.ckpt-1.index").write_bytes(b"")
     for fine in (
@@ -135,8 +134,8 @@ def test_check_init(tmp_path: Path) -> None:
         "timm:resnet50",
         "hf:owner/name",
     ):
-        check_init(fine)
-    check_init(str(tmp_path / "model.ckpt-1"))
+        parse_init(fine)
+    assert parse_init(str(tmp_path / "model.ckpt-1")).kind == "tensorflow"
     for wrong, why in {
         "mocov9000": "no card of that name",
         "missing.pth": "no such file",
@@ -147,5 +146,6 @@ def test_check_init(tmp_path: Path) -> None:
         "mocov2::": "nothing follows",
     }.items():
         with pytest.raises(Problem, match=why):
-            check_init(wrong)
-    assert split_init("a::b.c") == ("a", "b.c")
+            parse_init(wrong)
+    chosen = parse_init("mocov2::b.c")
+    assert (chosen.kind, chosen.name, chosen.choice) == ("card", "mocov2", "b.c")

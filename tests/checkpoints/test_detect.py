@@ -24,10 +24,10 @@ from making import (
 )
 from torch import Tensor
 
-from finetune_mile.checkpoints.detect import BEHIND_PREFIX, read_arch
+from finetune_mile.checkpoints.architecture import Marks, read_arch
+from finetune_mile.checkpoints.detect import BEHIND_PREFIX
+from finetune_mile.checkpoints.init import Located
 from finetune_mile.checkpoints.loading import Opened, open_contents
-from finetune_mile.checkpoints.locating import Located
-from finetune_mile.checkpoints.marks import Marks
 from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.heads import build

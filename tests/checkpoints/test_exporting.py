@@ -14,8 +14,8 @@ from samples import SAMPLES
 from torch import nn
 
 from finetune_mile.checkpoints.exporting import write_export, write_timm
+from finetune_mile.checkpoints.init import Located
 from finetune_mile.checkpoints.loading import load_network, open_contents
-from finetune_mile.checkpoints.locating import Located
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.heads import get_head
 

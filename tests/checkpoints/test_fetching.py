@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from finetune_mile.checkpoints import fetching
-from finetune_mile.checkpoints.cards import Card, RemoteFile
-from finetune_mile.checkpoints.fetching import fetch, folder_of, is_cached
+from finetune_mile.checkpoints.cards import Card, folder_of, is_cached
+from finetune_mile.checkpoints.cards import fetch_card as fetch
+from finetune_mile.core import download
+from finetune_mile.core.download import RemoteFile
 from finetune_mile.core.problems import Problem
 
 DATA = bytes(range(256)) * 2000  # half a megabyte
@@ -40,7 +41,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetching, "_PAUSE", 0.001)
+    monkeypatch.setattr(download, "_PAUSE", 0.001)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -285,24 +286,24 @@ def test_two_at_once_fetch_once(site: Site) -> None:
 def test_hub_ids_that_cannot_be_reached_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    from finetune_mile.checkpoints.locating import locate
+    from finetune_mile.checkpoints.init import locate, parse_init
 
     def refuse(*args: object, **options: object) -> str:
         raise OSError("no network\nand a long story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(Problem, match=r"hf:owner/name could not be fetched \(no network\)"):
-        locate("hf:owner/name")
+        locate(parse_init("hf:owner/name"))
 
 
 def test_hub_folders_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
-    from finetune_mile.checkpoints.locating import locate
+    from finetune_mile.checkpoints.init import locate, parse_init
 
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "config.json").write_text('{"architecture": "resnet50"}')
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(tmp_path))
-    located = locate("hf:owner/name")
+    located = locate(parse_init("hf:owner/name"))
     assert located.path == tmp_path / "model.safetensors"
     assert located.config == {"architecture": "resnet50"}

@@ -14,8 +14,8 @@ from samples import SAMPLES
 from torch import Tensor, nn
 
 import finetune_mile
+from finetune_mile.checkpoints.init import Located
 from finetune_mile.checkpoints.loading import load_network, open_contents
-from finetune_mile.checkpoints.locating import Located
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.heads import get_head
@@ -260,7 +260,9 @@ def test_torch_is_imported_late() -> None:
     import sys
 
     code = (
-        "import finetune_mile, sys; from finetune_mile.checkpoints import cards, fetching\n"
+        "import finetune_mile, sys\n"
+        "from finetune_mile.checkpoints import cards\n"
+        "from finetune_mile.core import download\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torchvision.models import resnet18, resnet50
 
 import finetune_mile
+from finetune_mile.checkpoints.init import Located
 from finetune_mile.checkpoints.loading import open_contents
-from finetune_mile.checkpoints.locating import Located
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.networks.heads import build
 

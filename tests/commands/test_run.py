@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file
 from shortcuts import SHORT, SHORT_MILE, losses
 
-from finetune_mile.checkpoints.teachers import load_with_head
+from finetune_mile.checkpoints.classifier import load_with_head
 from finetune_mile.run import main
 
 FILES = {"recipe.yaml", "run.json", "init.json", "split.json", "metrics.jsonl", "results.json", "checkpoints", "export",

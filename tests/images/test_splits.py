@@ -80,7 +80,7 @@ def test_the_published_lists_at_full_size(whole_imagenet, shared, tmp_path):
 def no_network(monkeypatch):
     """Fetching ends as it does without a network."""
 
-    def fail(card):
+    def fail(files, folder):
         raise Problem("no network in tests")
 
     monkeypatch.setattr(splits, "fetch", fail)
@@ -106,10 +106,10 @@ def test_fetching_goes_through_the_cards(tmp_path, monkeypatch):
     card = splits.read_cards()[0]
     asked = []
 
-    def fetch(remote):
-        asked.append(remote)
-        (tmp_path / "fetched.txt").write_text("a.JPEG\n")
-        return tmp_path / "fetched.txt"
+    def fetch(files, folder):
+        asked.extend(files)
+        folder.mkdir(parents=True)
+        (folder / files[0].name).write_text("a.JPEG\n")
 
     monkeypatch.setattr(splits, "fetch", fetch)
     digest = hashlib.sha256(b"a.JPEG\n").hexdigest()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from idx_files import write_mnist
 from shortcuts import SHORT, losses
 
-from finetune_mile.checkpoints.teachers import load_with_head
+from finetune_mile.checkpoints.classifier import load_with_head
 from finetune_mile.core.problems import Problem
 from finetune_mile.learning.phases import Budget, Phase
 from finetune_mile.learning.state import StepView

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from shortcuts import SHORT
 
 import finetune_mile
-from finetune_mile.checkpoints.teachers import load_with_head
+from finetune_mile.checkpoints.classifier import load_with_head
 from finetune_mile.networks.heads import build, get_head, new_head
 from finetune_mile.networks.small import SMALL
 

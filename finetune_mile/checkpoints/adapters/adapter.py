@@ -39,6 +39,12 @@ def as_it_is(key: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def always(contents: Contents) -> bool:
+    """For formats whose marks leave no doubt."""
+    del contents
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
     """One format. None of the functions changes its argument or looks at anything else.
@@ -63,6 +69,18 @@ class Adapter:
     """The form of a 3x3 stem; None: the names are those of two formats with different ones."""
     stem_relu: bool = True
     """Is there a ReLU after bn1?"""
+    own: bool = False
+    """An export of ours: its config names the network, and its head and projection layer were trained together."""
+    plain: bool = False
+    """Nothing but the tensors of one network, so that a part of the file has no format either."""
+    padding_known: bool = True
+    """False: formats that pad differently have the same names."""
+    is_certain: Callable[[Contents], bool] = always
+    """Whether a recognised file is certainly of this format; False: its names are common ones."""
+    small_vit_heads: int | None = None
+    """Attention heads of the tiny and the small vision transformer, where they are not timm's."""
+    columns_first: bool = False
+    """Are fixed positions of a vision transformer those of MAE (columns first), with 12 heads as MoCo-v3's?"""
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from finetune_mile.checkpoints.adapters.adapter import (
-    Adapter,
-    Tensors,
-    UnknownKey,
-    leaves,
-    tensors_of,
-    unwrapped,
-)
+from finetune_mile.checkpoints.adapters.adapter import Adapter, Tensors, UnknownKey, leaves, tensors_of, unwrapped
 from finetune_mile.checkpoints.adapters.vocabularies import torchvision
 from finetune_mile.core.types import Preprocess
 
@@ -139,4 +132,5 @@ BYOL_CONVERT = Adapter(
     method="byol",
     padding="same",
     preprocess=BYOL_PREPROCESS,
+    plain=True,
 )

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune_mile.checkpoints.adapters.adapter import (
-    Adapter,
-    UnknownKey,
-    below,
-    state_dict_of,
-    tops,
-)
+from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, below, state_dict_of, tops
 from finetune_mile.checkpoints.adapters.vocabularies import torchvision_or_vit
 
 if TYPE_CHECKING:
@@ -55,4 +49,4 @@ def _rename_v3(key: str) -> str | None:
 
 
 MOCO = Adapter(recognise=_is_moco, unwrap=state_dict_of, rename=_rename, method="moco")
-MOCO_V3 = Adapter(recognise=_is_moco_v3, unwrap=state_dict_of, rename=_rename_v3, method="mocov3")
+MOCO_V3 = Adapter(recognise=_is_moco_v3, unwrap=state_dict_of, rename=_rename_v3, method="mocov3", small_vit_heads=12)

@@ -5,13 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from finetune_mile.checkpoints.adapters.adapter import (
-    UNIT_RANGE,
-    Adapter,
-    UnknownKey,
-    state_dict_of,
-    tensors_of,
-)
+from finetune_mile.checkpoints.adapters.adapter import UNIT_RANGE, Adapter, UnknownKey, state_dict_of, tensors_of
 from finetune_mile.checkpoints.adapters.vocabularies import torchvision, vit
 
 if TYPE_CHECKING:
@@ -74,8 +68,10 @@ TORCHVISION = Adapter(
     rename=_rename,
     method="torchvision",
     cifar_stem=None,  # an extracted backbone of solo-learn has the same names
+    plain=True,
+    padding_known=False,
 )
-VIT = Adapter(recognise=_is_vit, unwrap=state_dict_of, rename=_rename_vit, method="vit")
+VIT = Adapter(recognise=_is_vit, unwrap=state_dict_of, rename=_rename_vit, method="vit", plain=True)
 TONYLINS = Adapter(
     recognise=_is_tonylins,
     unwrap=state_dict_of,
@@ -83,4 +79,5 @@ TONYLINS = Adapter(
     method="simclr",
     padding="tf",
     preprocess=UNIT_RANGE,
+    plain=True,
 )

@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from finetune_mile.checkpoints.adapters.adapter import (
-    Adapter,
-    UnknownKey,
-    below,
-    state_dict_of,
-    tops,
-)
+from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, below, state_dict_of, tops
 from finetune_mile.checkpoints.adapters.vocabularies import torchvision_or_vit
 
 if TYPE_CHECKING:
@@ -47,7 +41,7 @@ def _recognise(contents: Contents) -> str | None:
     return f"{trunk}* in torchvision names beside {', '.join(sorted(marks))}"
 
 
-def has_own_marks(contents: Contents) -> bool:
+def _has_own_marks(contents: Contents) -> bool:
     """Whether a file is certainly solo-learn's: its names alone are common ones.
 
     It is a Lightning file without hyper-parameters, the online probe `classifier` is there beside a part of the method,
@@ -87,4 +81,6 @@ SOLO = Adapter(
     rename=_rename,
     method="solo-learn",
     cifar_stem="cifar-pad2",
+    is_certain=_has_own_marks,
+    columns_first=True,
 )

@@ -1,4 +1,4 @@
-"""From a card to files in the cache: resumed where it broke off, checked. No torch here."""
+"""Downloads: resumed where they broke off, checked against what is published. No torch here."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from finetune_mile.checkpoints.cards import LOOPBACK, Card, RemoteFile
-from finetune_mile.core.places import cache, shipped
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from finetune_mile.core.files import write_json
 from finetune_mile.core.problems import Problem
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CHUNK = 1 << 20
 _TRIES = 2  # in a row without a single new byte, for each mirror
 _PAUSE = 0.5  # seconds before the next try, doubled each time
@@ -31,49 +33,61 @@ _NETWORK = (urllib.error.URLError, http.client.HTTPException, OSError)
 
 
 class _WrongBytes(Exception):
-    """What came is not what the card promises."""
+    """What came is not what was expected."""
 
 
-def folder_of(card: Card) -> Path:
-    """Where a card's files lie in the cache; a file put there by hand is found as well."""
-    return cache() / "weights" / card.name
+class RemoteFile(BaseModel):
+    """One file to fetch: the same bytes at each of `urls`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[\w][\w.+=-]*$", description="file name in the cache; no folders")
+    urls: tuple[str, ...] = Field(min_length=1, description="mirrors, tried in this order")
+    bytes: int | None = Field(default=None, gt=0)
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    md5: str | None = Field(
+        default=None, pattern=r"^[0-9a-f]{8,32}$", description="a published md5, or its published first digits"
+    )
+
+    @field_validator("urls")
+    @classmethod
+    def _only_https(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not _is_https(url):
+                raise ValueError(f"{url}: only https is fetched")
+        return urls
 
 
-def shipped_file(card: Card) -> Path | None:
-    """The card's file where it came with the install."""
-    path = shipped("weights") / card.file if card.file else None
-    return path if path is not None and path.is_file() else None
+def _is_https(url: str) -> bool:
+    """Whether a file may be fetched from there; plain http on this very machine is for tests."""
+    parts = urlsplit(url)
+    return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOOPBACK)
 
 
-def is_cached(card: Card) -> bool:
-    """Is everything here that `fetch` would return?"""
-    if shipped_file(card) is not None:
-        return True
-    names = [card.file] if card.unpack and card.file else [remote.name for remote in card.remote()]
-    return bool(names) and all((folder_of(card) / name).is_file() for name in names if name)
+def fetch(files: Sequence[RemoteFile], folder: Path, *, file: str | None = None, unpack: str | None = None) -> Path:
+    """Bring files into a folder, each checked: those that are not there are downloaded. Safe in several processes.
 
+    Args:
+        files: at least one.
+        folder: is created. A file that was put there by hand is used.
+        file: the one that the caller opens; None: the first.
+        unpack: the first file is a zip: take out the members whose name begins so.
 
-def fetch(card: Card) -> Path:
-    """The file to open for a card: shipped, in the cache, or fetched now; always checked."""
-    own = shipped_file(card)
-    if own is not None:
-        if card.sha256 and _digest(own, "sha256") != card.sha256:
-            raise Problem(f"{own.name} beside card {card.name} is not the file the card describes; install again")
-        return own
-    if not card.remote() or card.file is None:
-        raise Problem(f"card {card.name} names no file that could be fetched")
-    folder = folder_of(card)
+    Returns:
+        The path of `file`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    target = folder / (file or files[0].name)
     from filelock import FileLock
 
-    with FileLock(folder / ".lock"):  # several processes of one run ask at once; one of them fetches
-        for remote in card.remote():
-            _fetch_file(remote, folder, [other for other in card.remote() if not (folder / other.name).is_file()])
-        if card.unpack and not (folder / card.file).is_file():
-            _unpack(folder / card.remote()[0].name, card.unpack, folder)
-    if not (folder / card.file).is_file():
-        raise Problem(f"card {card.name}: {card.file} is not among the fetched files in {folder}")
-    return folder / card.file
+    with FileLock(folder / ".lock"):  # the processes of one run ask at once; one of them fetches
+        for remote in files:
+            _fetch_file(remote, folder, [other for other in files if not (folder / other.name).is_file()])
+        if unpack and not target.is_file():
+            _unpack(folder / files[0].name, unpack, folder)
+    if not target.is_file():
+        raise Problem(f"{target.name} is not among the files fetched into {folder}")
+    return target
 
 
 def _fetch_file(remote: RemoteFile, folder: Path, missing: list[RemoteFile]) -> None:
@@ -114,16 +128,9 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
     """A redirect may not lead away from https."""
 
     def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: Any,
-        newurl: str,
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
-        parts = urlsplit(newurl)
-        if parts.scheme != "https" and parts.hostname not in LOOPBACK:
+        if not _is_https(newurl):
             raise urllib.error.URLError(f"redirected to {newurl}, which is not https")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
@@ -168,17 +175,14 @@ def _transfer(url: str, part: Path, remote: RemoteFile) -> bool:
         length = answer.headers.get("Content-Length")
         total = start + int(length) if length is not None else None
         if remote.bytes is not None and total is not None and total != remote.bytes:
-            raise _WrongBytes(f"the server has {total} bytes, the card says {remote.bytes}")
+            raise _WrongBytes(f"the server has {total} bytes, expected {remote.bytes}")
         _remember_tag(tag, answer.headers.get("ETag"))
-        with (
-            part.open("ab" if partial else "wb") as file,
-            _progress(remote.name, start, total) as advance,
-        ):
+        with part.open("ab" if partial else "wb") as file, _progress(remote.name, start, total) as advance:
             while block := answer.read(_CHUNK):
                 file.write(block)
                 advance(len(block))
                 if remote.bytes is not None and file.tell() > remote.bytes:
-                    raise _WrongBytes(f"more than the {remote.bytes} bytes of the card came")
+                    raise _WrongBytes(f"more than the expected {remote.bytes} bytes came")
     done = total is None or part.stat().st_size == total
     if done:
         tag.unlink(missing_ok=True)
@@ -203,12 +207,7 @@ def _progress(name: str, start: int, total: int | None) -> Iterator[Any]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(name, total=total, completed=start)
         yield lambda amount: bar.advance(task, amount)
@@ -217,7 +216,8 @@ def _progress(name: str, start: int, total: int | None) -> Iterator[Any]:
 # --------------------------------------------------------------------------------------- the check
 
 
-def _digest(path: Path, kind: str) -> str:
+def digest(path: Path, kind: str) -> str:
+    """The hash of a file in hexadecimal; `kind` is sha256 or md5."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, kind).hexdigest()
 
@@ -244,16 +244,16 @@ def _unchanged(target: Path) -> bool:
 
 
 def _accept(path: Path, remote: RemoteFile, target: Path) -> None:
-    """Check `path` against the card, or its first use; then it becomes `target`."""
+    """Check `path` against what is published, or its first use; then it becomes `target`."""
     if _is_page(path):
         raise _WrongBytes(_PAGE)
     size = path.stat().st_size
     if remote.bytes is not None and size != remote.bytes:
-        raise _WrongBytes(f"{size} bytes, the card says {remote.bytes}")
-    sha256 = _digest(path, "sha256")
+        raise _WrongBytes(f"{size} bytes, expected {remote.bytes}")
+    sha256 = digest(path, "sha256")
     if remote.sha256 and sha256 != remote.sha256:
-        raise _WrongBytes(f"sha256 {sha256[:12]}..., the card says {remote.sha256[:12]}...")
-    if remote.md5 and not _digest(path, "md5").startswith(remote.md5):
+        raise _WrongBytes(f"sha256 {sha256[:12]}..., expected {remote.sha256[:12]}...")
+    if remote.md5 and not digest(path, "md5").startswith(remote.md5):
         raise _WrongBytes(f"md5 does not begin with {remote.md5}, as published")
     record = _record_of(target)
     if not remote.sha256 and not remote.md5 and record.is_file():
@@ -262,15 +262,8 @@ def _accept(path: Path, remote: RemoteFile, target: Path) -> None:
             raise _WrongBytes(f"sha256 {sha256[:12]}..., at its first use it was {first[:12]}...")
     path.replace(target)
     stat = target.stat()
-    note = {
-        "sha256": sha256,
-        "bytes": size,
-        "mtime_ns": stat.st_mtime_ns,
-        "urls": list(remote.urls),
-    }
-    part = record.with_name(record.name + ".part")
-    part.write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
-    part.replace(record)
+    note = {"sha256": sha256, "bytes": size, "mtime_ns": stat.st_mtime_ns, "urls": list(remote.urls)}
+    write_json(record, note)
 
 
 def _unpack(archive: Path, start: str, folder: Path) -> None:

@@ -1,0 +1,221 @@
+"""What `--init` names, parsed once into a value; where it is on this machine, and its config. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from finetune_mile.checkpoints.cards import Card, Missing, fetch_card, find_card, list_cards
+from finetune_mile.checkpoints.readers.contents import Refused
+from finetune_mile.checkpoints.readers.wire import message, raw, table, whole
+from finetune_mile.core.problems import Problem
+
+HEADER = "finetune_mile"
+"""The key in a safetensors file's `__metadata__` that holds an export's config as JSON."""
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.safetensors", "checkpoint.ckpt")
+_SUFFIXES = (".pth", ".pt", ".tar", ".ckpt", ".pkl", ".safetensors", ".torch")
+_LARGEST_INDEX = 16 * 2**20
+_STEM = b"base_model/conv2d/kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """A checkpoint that was named and may be opened; `str` gives what the user wrote."""
+
+    text: str
+    kind: Literal["none", "card", "file", "folder", "tensorflow", "timm", "hf"]
+    name: str  # of the card, of timm's model, owner/name on the hub; else the path
+    choice: str | None = None  # what follows `::`: a prefix, a format, or one of our networks
+    flag: str = "--init"  # for messages
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def path(self) -> Path | None:
+        """The file, the folder, or the prefix of a TensorFlow checkpoint; None for other kinds."""
+        return Path(self.name) if self.kind in ("file", "folder", "tensorflow") else None
+
+
+def parse_init(text: str | Init, flag: str = "--init") -> Init:
+    """Parse and check what `--init` takes; a value that was parsed before is returned unchanged.
+
+    Raises:
+        Missing: there is no such file, folder or card.
+        Problem: it cannot be right, whatever is on this machine.
+    """
+    if isinstance(text, Init):
+        return text
+    where, choice = _split(text, flag)
+    scheme, colon, name = where.partition(":")
+    if where == "none":
+        return Init(text, "none", where, choice, flag)
+    if colon and scheme == "timm":
+        if not name:
+            raise Problem(f"{flag} timm: needs a model's name, as in timm:resnet50.a1_in1k")
+        return Init(text, "timm", name, choice, flag)
+    if colon and scheme == "hf":
+        if name.count("/") != 1 or not all(name.split("/")):
+            raise Problem(f"{flag} {where}: a Hugging Face id is hf:owner/name")
+        return Init(text, "hf", name, choice, flag)
+    if where in list_cards():  # a card's name wins over a folder that happens to be called so
+        return Init(text, "card", where, choice, flag)
+    path = Path(where).expanduser()
+    if path.exists():
+        return _existing(text, path, choice, flag)
+    if _index(path) is not None:
+        return Init(text, "tensorflow", str(path), choice, flag)
+    if "/" in where or path.suffix in _SUFFIXES:
+        raise Missing(f"{flag} {where}: there is no such file or folder")
+    return Init(text, "card", find_card(where, flag).name, choice, flag)
+
+
+def parse_source(text: str | Init, flag: str) -> Init:
+    """Parse what can have a trained classifier: a run folder, an export or a file, never the name of a card."""
+    if isinstance(text, Init):
+        return text
+    where, choice = _split(text, flag)
+    path = Path(where).expanduser()
+    if not path.exists():
+        raise Missing(f"{flag} {text}: there is no such run folder or file")
+    return _existing(text, path, choice, flag)
+
+
+def _split(text: str, flag: str) -> tuple[str, str | None]:
+    where, mark, choice = text.partition("::")
+    if mark and not choice:
+        raise Problem(f"{flag} {text}: nothing follows the '::'; name the prefix of the trunk, or leave both out")
+    return where, choice or None
+
+
+def _existing(text: str, path: Path, choice: str | None, flag: str) -> Init:
+    if path.is_dir() and not any(path.iterdir()):
+        raise Problem(f"{flag} {text}: the folder is empty")
+    return Init(text, "folder" if path.is_dir() else "file", str(path), choice, flag)
+
+
+# ------------------------------------------------------------------------------- on this machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """A checkpoint on the disk."""
+
+    path: Path  # what the reader opens: a file, or the folder of a TensorFlow checkpoint
+    name: str  # for a card that is made up on the way
+    card: Card | None = None
+    config: dict[str, Any] = field(default_factory=dict)  # config.json beside it
+
+
+def locate(init: Init) -> Located:
+    """Find (or fetch) the files of a checkpoint; not for `none` and `timm:`, which have none."""
+    if init.kind == "card":
+        card = find_card(init.name)
+        return Located(path=fetch_card(card), name=card.name, card=card)
+    if init.kind == "hf":
+        return _in_folder(_from_hub(init), init, name=f"hf:{init.name}")
+    path = Path(init.name)
+    if init.kind == "folder":
+        return _in_folder(path, init, name=path.resolve().name)
+    return Located(path=path, name=path.name.split(".")[0], config=read_config(path))
+
+
+def _in_folder(folder: Path, init: Init, name: str) -> Located:
+    """One of our run folders, an export, a Hugging Face folder, or a TensorFlow checkpoint."""
+    if (folder / "run.json").is_file() and not (folder / "export").is_dir():
+        raise Problem(f"{init.flag} {init}: this run has no export/ yet; finish it, or resume it first")
+    for path in (place / weights for place in (folder / "export", folder) for weights in _WEIGHTS):
+        if path.is_file():
+            return Located(path=path, name=name, config=read_config(path))
+    return Located(path=folder, name=name)
+
+
+def _from_hub(init: Init) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(init.name, allow_patterns=[*_WEIGHTS, "config.json"]))
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise Problem(
+            f"{init.flag} hf:{init.name} could not be fetched ({first}); fetch the repository on another machine and "
+            "give its folder to --init"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------ its config
+
+
+def read_config(place: Path) -> dict[str, Any]:
+    """The config.json of a run folder or an export, or beside a file of weights; empty without one."""
+    folders = (place / "export", place) if place.is_dir() else (place.parent,)
+    path = next((folder / "config.json" for folder in folders if (folder / "config.json").is_file()), None)
+    return {} if path is None else _parse_config(path.read_bytes(), str(path)) or {}
+
+
+def read_header(metadata: Mapping[str, str]) -> dict[str, Any] | None:
+    """The config in the header of one of our exports; None for other files."""
+    if HEADER not in metadata:
+        return None
+    config = _parse_config(metadata[HEADER], "the header of this finetune_mile export")
+    if config is None or "arch" not in config:
+        raise Problem("the header of this finetune_mile export has no arch; export it again")
+    return config
+
+
+def _parse_config(text: str | bytes, source: str) -> dict[str, Any] | None:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Problem(f"{source} is not valid JSON: {error}") from error
+    return config if isinstance(config, dict) else None
+
+
+# ------------------------------------------------------------------------------------ its family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How weights were made, and whether their network is more than a plain ResNet of width 1."""
+
+    method: str
+    large: bool
+
+
+def family_of(init: Init) -> Family | None:
+    """The family of a card, or of SimCLR's TensorFlow files; None: not known without reading everything."""
+    if init.kind == "card":
+        card = find_card(init.name)
+        arch = card.arch or ""
+        return Family(method=card.method, large=arch.endswith("-sk") or "w" in arch)
+    index = _index(init.path) if init.path else None
+    return None if index is None else _of_simclr(index)
+
+
+def _index(path: Path) -> Path | None:
+    """The index of a TensorFlow checkpoint that is named by its folder, its prefix or itself."""
+    if path.is_dir():
+        indices = sorted(path.glob("*.index"))
+        return indices[0] if len(indices) == 1 else None
+    named = path if path.suffix == ".index" else path.with_name(f"{path.name}.index")
+    return named if named.is_file() else None
+
+
+def _of_simclr(index: Path) -> Family | None:
+    if index.stat().st_size > _LARGEST_INDEX:
+        return None
+    try:
+        entries = table(index.read_bytes())
+        if _STEM not in entries:
+            return None
+        sides = [raw(value) for number, value in message(raw(dict(message(entries[_STEM]))[2])) if number == 2]
+        stem = whole(dict(message(sides[-1])).get(1, 0))
+    except (Refused, OSError, KeyError, IndexError):  # loading says what is wrong with it
+        return None
+    convolutions = sum(k.startswith(b"base_model/conv2d") and k.endswith(b"/kernel") for k in entries)
+    norms = sum(k.startswith(b"base_model/batch_norm") and k.endswith(b"/gamma") for k in entries)
+    method = "simclrv2" if any(k.startswith(b"head_contrastive/") for k in entries) else "simclr"
+    return Family(method=method, large=convolutions != norms or stem > 64)

@@ -1,0 +1,114 @@
+"""`--init` is one value, whoever asks, and a config has one reader."""
+
+import json
+
+import pytest
+
+import finetune_mile
+from finetune_mile.checkpoints.cards import Missing
+from finetune_mile.checkpoints.init import Init, locate, parse_init, parse_source, read_config, read_header
+from finetune_mile.cli import main
+from finetune_mile.core.problems import Problem
+from finetune_mile.pricing.scene import look_at_network
+from finetune_mile.settings import choose_recipe
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with one of each kind."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("photos", "mocov2", "run/export"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "x").write_bytes(b"x")
+    (tmp_path / "moco.pth.tar").write_bytes(b"x")
+    (tmp_path / "model.ckpt-1.index").write_bytes(b"x")
+    return tmp_path
+
+
+KINDS = {
+    "none": ("none", "none", None),
+    "mocov2": ("card", "mocov2", None),
+    "simclrv2-r50-1x-sk1": ("card", "simclrv2-sk1", None),
+    "simclrv2-sk1::ema_model": ("card", "simclrv2-sk1", "ema_model"),
+    "moco.pth.tar": ("file", "moco.pth.tar", None),
+    "moco.pth.tar::a.b": ("file", "moco.pth.tar", "a.b"),
+    "photos": ("folder", "photos", None),
+    "./mocov2": ("folder", "mocov2", None),
+    "model.ckpt-1": ("tensorflow", "model.ckpt-1", None),
+    "model.ckpt-1.index": ("file", "model.ckpt-1.index", None),
+    "timm:resnet50.a1_in1k": ("timm", "resnet50.a1_in1k", None),
+    "hf:owner/name": ("hf", "owner/name", None),
+}
+
+
+@pytest.mark.parametrize("text", KINDS)
+def test_every_kind(here, text):
+    init = parse_init(text)
+    assert (init.kind, init.name, init.choice) == KINDS[text]
+    assert str(init) == text
+    assert (init.path is None) == (init.kind in ("none", "card", "timm", "hf"))
+    assert parse_init(init) is init
+
+
+def test_the_home_folder(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here))
+    assert parse_init("~/moco.pth.tar").path == here / "moco.pth.tar"
+
+
+def test_a_message_names_its_flag(here):
+    (here / "empty").mkdir()
+    (here / "run/run.json").write_text("{}")
+    (here / "run/export/x").unlink()
+    (here / "run/export").rmdir()
+    for text, sentence in {"a.pth": "--teacher a.pth: there is no such run", "empty": "--teacher empty: the folder is",
+                           "photos::": "--teacher photos::: nothing follows"}.items():  # fmt: skip
+        with pytest.raises(Problem, match=sentence):
+            parse_source(text, "--teacher")
+    with pytest.raises(Problem, match="--teacher run: this run has no export/ yet"):
+        locate(parse_source("run", "--teacher"))
+    with pytest.raises(Missing, match="--model nothing: no such file, and no card"):
+        parse_init("nothing", "--model")
+
+
+def test_a_folder_with_the_name_of_a_card(here):
+    """--init means the card, for the recipe too; a classifier is never a card."""
+    assert choose_recipe({"init": "mocov2"})[0].stem == "mocov2"
+    assert parse_source("mocov2", "--teacher") == Init("mocov2", "folder", "mocov2", flag="--teacher")
+    with pytest.raises(Problem, match="no such run folder or file"):
+        parse_source("swav", "--teacher")
+
+
+def test_plan_knows_what_run_knows():
+    assert look_at_network("simclrv2-r50-1x-sk1", None, None).arch == "resnet50-sk"
+    assert not look_at_network("not/here.pth", "resnet50", None).here
+    with pytest.raises(Missing, match=r"not/here\.pth"):
+        look_at_network("not/here.pth", None, None)
+
+
+def test_one_reader_of_configs(here, capsys):
+    export = here / "run/export"
+    assert read_config(here / "run") == {}
+    (here / "run/config.json").write_text('{"arch": "of the folder"}')
+    (export / "config.json").write_text('{"arch": "resnet18", "size": 24}')
+    assert read_config(here / "run") == read_config(export) == {"arch": "resnet18", "size": 24}
+    assert read_config(here / "run/x.pth") == {"arch": "of the folder"}
+    assert look_at_network("run", None, None).size == 24
+    (export / "config.json").write_text("[1]")
+    assert read_config(export) == {}
+    for damaged in (b"{", b"\xff", b"[" * 100_000):
+        (export / "config.json").write_bytes(damaged)
+        (export / "model.safetensors").write_bytes(b"x")
+        for read in (read_config, lambda place: look_at_network(str(place), None, None),
+                     lambda place: finetune_mile.load(str(place))):  # fmt: skip
+            with pytest.raises(Problem, match=r"export/config.json is not valid JSON"):
+                read(here / "run")
+        assert main(["eval", "--model", "run:run", "--data", "demo"]) == 2
+        assert "is not valid JSON" in capsys.readouterr().err
+
+
+def test_the_header_of_an_export():
+    assert read_header({}) is None
+    assert read_header({"finetune_mile": json.dumps({"arch": "resnet18"})}) == {"arch": "resnet18"}
+    for text in ("{", "[]", "{}"):
+        with pytest.raises(Problem, match="the header of this finetune_mile export"):
+            read_header({"finetune_mile": text})
