@@ -14,13 +14,13 @@ from functools import partial
 
 from finetune_mile.checkpoints.cards import fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init, parse_source
+from finetune_mile.config.flags import given_settings, parse
+from finetune_mile.config.resolve import Resolved, check, resolve
 from finetune_mile.core.problems import Problem, tell
-from finetune_mile.flags import given_settings, parse
 from finetune_mile.images.checks import check_split, check_truth
 from finetune_mile.images.sources import load_data, split_name
-from finetune_mile.plan import make_plan
-from finetune_mile.runlog import check_free, next_folder
-from finetune_mile.settings import Resolved, check, resolve, resumed_recipe
+from finetune_mile.training.folder import check_free, next_folder, resumed_recipe
+from finetune_mile.training.plan import make_plan
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def print_settings(options: argparse.Namespace) -> int:
     """`--explain --json`: the resolved recipe, without data, weights or torch."""
-    from finetune_mile.explain import settings_json
+    from finetune_mile.training.explain import settings_json
 
     if not options.explain:
         raise Problem("--json belongs to --explain: add --explain, or leave --json out")
@@ -74,16 +74,16 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | N
 
 def run(options: argparse.Namespace, resolved: Resolved, path: Path, init: Init, teacher_init: Init | None) -> int:
     """The run itself; from here on torch is needed."""
-    from finetune_mile import devices
     from finetune_mile.checkpoints.classifier import load_teacher
     from finetune_mile.checkpoints.loading import load_network
-    from finetune_mile.explain import explain
     from finetune_mile.images.bad_images import BadImages
     from finetune_mile.images.pools import labelled_pools
     from finetune_mile.images.truth import with_truth
-    from finetune_mile.session import Session
-    from finetune_mile.training import open_folder, play
-    from finetune_mile.watch import Signals, stop_together
+    from finetune_mile.training import devices
+    from finetune_mile.training.explain import explain
+    from finetune_mile.training.monitor import Signals, stop_together
+    from finetune_mile.training.session import Session
+    from finetune_mile.training.train import open_folder, play
 
     recipe = resolved.recipe
     precision = devices.wanted_precision(recipe.precision)

@@ -38,7 +38,7 @@ def stop_at(monkeypatch):
     """stop_at(step) sends SIGTERM to this process when that step is recorded, as a scheduler would; None: no more."""
     import signal
 
-    from finetune_mile.runlog import RunFolder
+    from finetune_mile.training.folder import RunFolder
 
     append, wanted = RunFolder.append, []
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -16,9 +17,9 @@ from shortcuts import ROOT
 from walk import walk_of_a_checkpoint
 
 from finetune_mile.checkpoints.cards import list_cards, read_card
-from finetune_mile.layers import file_schema
+from finetune_mile.config.layers import file_schema
+from finetune_mile.config.resolve import check, read_yaml, to_yaml
 from finetune_mile.pretraining import settings as pretraining
-from finetune_mile.settings import check, read_yaml, to_yaml
 
 PACKAGE = ROOT / "finetune_mile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -27,7 +28,8 @@ MOST_STOPS = 12  # files that one checkpoint passes on its way to a network
 OTHER_YAML = ("splits", "tables", "pretrain")
 RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name not in OTHER_YAML)
 NO_TORCH = (
-    "flags", "settings", "layers", "recipe", "plan", "runlog", "cli", "run", "core/problems", "core/places",
+    "config/flags", "config/resolve", "config/layers", "config/schema", "training/plan", "training/folder", "cli",
+    "run", "core/problems", "core/places",
     "core/download", "core/files", "core/names", "core/types", "core/yaml_text", "core/schema",
     "learning/phases", "learning/state",
     "methods/__init__", "checkpoints/cards", "checkpoints/init", "images/sources/__init__", "images/imageset",
@@ -73,15 +75,18 @@ def test_who_may_import_whom():
 
 
 FORBIDDEN = {
-    "learning/losses.py": ("from finetune_mile import recipe", "recipes, runs and pages are seen at the top only"),
-    "core/files.py": ("from finetune_mile.images import order", "core is the floor: it imports nothing else of ours"),
+    "learning/losses.py": ("from finetune_mile.config import schema", "folders stand on each other in one order"),
     "images/order.py": ("def late():\n    import accelerate", "Accelerate stays where processes matter"),
-    "learning/targets.py": ("from finetune_mile.methods import mile", "the loop does not know the methods"),
-    "methods/mile.py": ("from finetune_mile import recipe", "a method knows learning and the floor"),
-    "verbs/doctor.py": ("from finetune_mile.paper import idx", "nothing imports the paper's part"),
-    "images/splits.py": ("from finetune_mile.checkpoints import cards", "images knows no checkpoints"),
+    "core/files.py": ("import torch", "the floor is light"),
     "checkpoints/init.py": ("import finetune_mile.images.pools", "checkpoints sees one image, not a data set"),
-    "training.py": ("import finetune_mile.run", "nothing imports the entry"),
+    "training/train.py": ("import finetune_mile.run", "nothing imports the entry"),
+}
+ORDERED = {  # each of them alone breaks the order
+    "core/problems.py": "from finetune_mile.images import order",
+    "learning/targets.py": "from finetune_mile.methods import mile",
+    "methods/mile.py": "from finetune_mile.config import schema",
+    "images/splits.py": "from finetune_mile.checkpoints import cards",
+    "verbs/doctor.py": "from finetune_mile.paper import idx",
 }
 
 
@@ -93,6 +98,23 @@ def test_a_forbidden_import_is_found(tmp_path):
         path = tmp_path / "finetune_mile" / name
         path.write_text(f"{path.read_text()}\n{line}\n")
     assert set(contracts_broken(tmp_path)) == {contract for _, contract in FORBIDDEN.values()}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_an_import_against_the_order_is_found(tmp_path, name):
+    shutil.copytree(PACKAGE, tmp_path / "finetune_mile", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    path = tmp_path / "finetune_mile" / name
+    path.write_text(f"{path.read_text()}\n{ORDERED[name]}\n")
+    assert contracts_broken(tmp_path) == ["folders stand on each other in one order"]
+
+
+def test_the_page_of_the_architecture_has_the_order_of_the_contract():
+    layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
+    page = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/architecture.md").read_text(), re.M)
+    assert page == [", ".join(f"`{name.strip()}`" for name in layer.split("|")) for layer in layers]
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    assert folders == {name.strip() for layer in layers for name in layer.split("|")}
 
 
 def test_no_source_file_is_ignored_by_git():

@@ -4,9 +4,9 @@ import pytest
 import yaml
 from shortcuts import ROOT
 
+from finetune_mile.config.layers import nearest
+from finetune_mile.config.resolve import check, read_yaml, to_yaml
 from finetune_mile.core.problems import Problem
-from finetune_mile.layers import nearest
-from finetune_mile.settings import check, read_yaml, to_yaml
 
 DEMO = ROOT / "recipes/demo.yaml"
 

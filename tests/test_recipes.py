@@ -6,8 +6,8 @@ import pytest
 import yaml
 from shortcuts import ROOT
 
-from finetune_mile.plan import make_plan
-from finetune_mile.settings import check, choose_recipe, find_recipe, read_yaml, resolve
+from finetune_mile.config.resolve import check, choose_recipe, find_recipe, read_yaml, resolve
+from finetune_mile.training.plan import make_plan
 
 FOLDERS = ("ssl", "semi", "imagenet")
 RECIPES = [path for folder in FOLDERS for path in sorted((ROOT / "recipes" / folder).glob("*.yaml"))]

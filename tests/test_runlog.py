@@ -10,11 +10,10 @@ import pytest
 import torch
 from shortcuts import ROOT, SHORT_MILE
 
-from finetune_mile import runlog
 from finetune_mile.core import files
 from finetune_mile.core.problems import Problem
 from finetune_mile.run import main
-from finetune_mile.runlog import RunFolder, alone
+from finetune_mile.training.folder import RunFolder, alone, check_free
 
 TINY = [*SHORT_MILE, "--steps", "6", "--data", "demo:60", "--set", "evaluate.images=10"]
 FACTS = ("card", "versions", "world_size", "began", "device", "recipe_sha256")
@@ -101,7 +100,7 @@ def test_f1_pseudo_labels_on_a_scratch_disk_leave_the_disk_alone(tmp_path):
 STOP_WHEN_MADE = """
 import sys
 from pathlib import Path
-from finetune_mile import training
+from finetune_mile.training import train as training
 from finetune_mile.run import main
 play = training.play
 def linked(session, plan, network, teacher, folder, signals):
@@ -134,7 +133,7 @@ def stopped(tmp_path_factory):
 # Sends SIGTERM to itself right after a step, from outside of the loop's code.
 STOP_AT_STEP = """
 import os, signal, sys
-from finetune_mile.runlog import RunFolder
+from finetune_mile.training.folder import RunFolder
 from finetune_mile.run import main
 append = RunFolder.append
 def stopping(self, record):
@@ -171,7 +170,7 @@ def contents_equal(a, b):
 
 def test_f2_a_flipped_bit_is_never_trained_on(stopped, tmp_path):
     """13 of 20 flips gave other weights without a word: now a flip is either told or changes nothing that is read."""
-    from finetune_mile.learning.saving import load_latest
+    from finetune_mile.training.resume import load_latest
 
     run, (older, newest) = copied(stopped[0], tmp_path / "run")
     folder = RunFolder.reopen(run)
@@ -208,7 +207,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_f2_a_damaged_checkpoint_is_said_and_the_one_before_is_used(stopped, tmp_path, kind):
-    from finetune_mile.learning.saving import load_latest
+    from finetune_mile.training.resume import load_latest
 
     run, (older, newest) = copied(stopped[0], tmp_path / "run")
     DAMAGE[kind](newest)
@@ -221,7 +220,7 @@ def test_f2_a_damaged_checkpoint_is_said_and_the_one_before_is_used(stopped, tmp
 
 
 def test_f2_a_checkpoint_of_another_run_is_not_taken(stopped, tmp_path):
-    from finetune_mile.learning.saving import load_latest
+    from finetune_mile.training.resume import load_latest
 
     run, (older, newest) = copied(stopped[0], tmp_path / "run")
     content = torch.load(newest, weights_only=True)
@@ -295,7 +294,7 @@ def watched(event, args):
         if seen == at:
             os._exit(9)
 sys.addaudithook(watched)
-from finetune_mile.runlog import RunFolder
+from finetune_mile.training.folder import RunFolder
 RunFolder.create(
     Path(below) / "run", "a: 2", overwrite=True, notes={"init.json": lambda: {"a": 1}, "split.json": lambda: {"b": 1}},
     facts=lambda: {"card": {}, "versions": {}, "world_size": 1, "device": "cpu"},
@@ -330,7 +329,7 @@ def test_f11_a_run_folder_is_complete_or_made_anew_by_the_same_command(tmp_path,
             assert (run / "init.json").is_file()
             assert (run / "split.json").is_file()
             assert info["recipe"] == ({"a": 2} if "a: 2" in (run / "recipe.yaml").read_text() else {"a": 1})
-        runlog.check_free(run, overwrite=True)
+        check_free(run, overwrite=True)
         create(run, "a: 3")
         assert (run / "recipe.yaml").read_text() == "a: 3"
         assert sorted(path.name for path in base.iterdir()) == ["run"], "leftovers of the kill are removed"

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from finetune_mile.recipe import Recipe
+from finetune_mile.config.schema import Recipe
 
 SHOWN = ("accuracy", "real_acc", "f1@0.25", "f1@0.5", "trivial_f1", "lrap", "coverage@0.25")
 

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
+from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file
 from finetune_mile.pages.report import INK, embed, plot_figure
-from finetune_mile.runlog import RunFolder
-from finetune_mile.settings import to_yaml
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from finetune_mile.pretraining.session import Session
+    from finetune_mile.training.folder import RunFolder
 
 SHOWN, CELL = 12, 84  # images whose views are shown, and about how large
 

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
+from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file
-from finetune_mile.display import CLOSING
-from finetune_mile.runlog import RunFolder
-from finetune_mile.settings import to_yaml
+from finetune_mile.measures.names import CLOSING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from finetune_mile.session import Session
+    from finetune_mile.training.folder import RunFolder
+    from finetune_mile.training.session import Session
 
 INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
 GALLERY = 18

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from finetune_mile.config.flags import Parser
+from finetune_mile.config.resolve import set_settings
 from finetune_mile.core.files import locked
 from finetune_mile.core.problems import Problem
-from finetune_mile.flags import Parser
 from finetune_mile.paper.tables.cells import LAUNCH, Job, make_jobs, pick, resolve_all
 from finetune_mile.paper.tables.description import find_table, quick_table, read_table
 from finetune_mile.paper.tables.running import Order, dry_run, order_for, run_with_progress, shell_lines, slurm_script
 from finetune_mile.paper.tables.states import State, states_of
 from finetune_mile.paper.tables.writing import EXTRA, write_extra, write_ledger
-from finetune_mile.settings import set_settings
 
 EPILOG = """examples:
   finetune-mile table ssl --dry-run                        every cell: state, command, settings and their sources

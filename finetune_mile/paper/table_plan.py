@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from finetune_mile.display import duration, wide_console
 from finetune_mile.paper.table import settings_of
 from finetune_mile.paper.tables.cells import make_jobs, resolve_all
 from finetune_mile.paper.tables.description import find_table, quick_table, read_table
 from finetune_mile.paper.tables.states import states_of
+from finetune_mile.training.display import duration, wide_console
 from finetune_mile.verbs.plan import all_warnings, size_words
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def plan_table(options: argparse.Namespace) -> int:
     jobs = make_jobs(table, runs, settings_of(options.sets))
     states = states_of(jobs, resolve_all(jobs), runs)
 
-    from finetune_mile import devices
     from finetune_mile.paper.table_prices import price_cells
+    from finetune_mile.training import devices
 
     devices.use_threads()
     with Console(stderr=True).status("timing a few steps ...") as status:

@@ -71,7 +71,7 @@ def in_words(offer: Offer | str) -> str:
     """A price for a ledger: `about 3.1 h (2.8 to 3.9) a run here`."""
     if isinstance(offer, str):
         return f"no price: {offer}"
-    from finetune_mile.display import duration
+    from finetune_mile.training.display import duration
 
     found = offer.estimate.seconds
     return f"about {duration(found.middle)} a run"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from torch import nn
 
-from finetune_mile.explain import settings_table
 from finetune_mile.pretraining.session import Session
 from finetune_mile.pretraining.settings import Resolved
+from finetune_mile.training.explain import settings_table
 
 
 def describe(resolved: Resolved, session: Session, method: nn.Module, *, full: bool) -> None:

@@ -12,13 +12,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune_mile.core.problems import Failed
-from finetune_mile.display import Display
-from finetune_mile.learning import saving
 from finetune_mile.learning.optim import set_rate
 from finetune_mile.learning.roles import copy_into
 from finetune_mile.pretraining.methods import Learner, everything
-from finetune_mile.runlog import RunFolder
-from finetune_mile.watch import Signals, Stopped, stop_together
+from finetune_mile.training import resume
+from finetune_mile.training.display import Display
+from finetune_mile.training.folder import RunFolder
+from finetune_mile.training.monitor import Signals, Stopped, stop_together
 
 
 def train(
@@ -74,7 +74,7 @@ def save(
 ) -> None:
     """Write a checkpoint: all tensors, queues included."""
     content = {"tensors": everything(method), "optimizer": optimizer.state_dict(), "extra": extra}
-    saving.write(folder, accelerator, step, content)
+    resume.write(folder, accelerator, step, content)
 
 
 def restore(
@@ -84,7 +84,7 @@ def restore(
     with torch.no_grad():
         copy_into(everything(method), content["tensors"])
     optimizer.load_state_dict(content["optimizer"])
-    return saving.restore_process(content, accelerator)
+    return resume.restore_process(content, accelerator)
 
 
 class Recorder:

@@ -8,20 +8,20 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file, write_json
-from finetune_mile.display import Display
 from finetune_mile.images.bad_images import say_skipped
-from finetune_mile.learning import saving
 from finetune_mile.learning.optim import decay_groups, make_optimizer, rate_at
 from finetune_mile.networks.heads import build
-from finetune_mile.outcome import open_on_main, warn_of_spread, weight_spread
 from finetune_mile.pages.pretrain_report import write_report
 from finetune_mile.pretraining.looping import Recorder, restore, save, train
 from finetune_mile.pretraining.methods import METHODS
 from finetune_mile.pretraining.session import Session
-from finetune_mile.runlog import RunFolder
-from finetune_mile.settings import to_yaml
-from finetune_mile.watch import Signals, recorded
+from finetune_mile.training import resume
+from finetune_mile.training.display import Display
+from finetune_mile.training.finish import open_on_main, warn_of_spread, weight_spread
+from finetune_mile.training.folder import RunFolder
+from finetune_mile.training.monitor import Signals, recorded
 
 CHECKPOINT = "checkpoint.ckpt"
 
@@ -66,7 +66,7 @@ def _train(session: Session, method: nn.Module, folder: RunFolder, signals: Sign
     groups = decay_groups(method.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     bare = make_optimizer(settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov)
     wrapped, optimizer = accelerator.prepare(method, bare)
-    content = saving.load_together(folder, accelerator)
+    content = resume.load_together(folder, accelerator)
     step = 0
     if content is not None:
         step = restore(content, accelerator, method, optimizer)

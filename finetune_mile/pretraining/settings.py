@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune_mile.layers import Merged, find_recipe, read_yaml
+from finetune_mile.config.layers import Merged, find_recipe, read_yaml
+from finetune_mile.config.resolve import put_flags, set_settings, validated
 from finetune_mile.pretraining.recipe import Pretrain
-from finetune_mile.settings import put_flags, set_settings, validated
 
 FOLDER = "pretrain"  # below recipes/
 GRIDS = ("demo", "multi-mnist")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from finetune_mile.config.schema import Recipe
 from finetune_mile.learning.phases import Phase
-from finetune_mile.plan import Plan, make_plan
 from finetune_mile.pricing.scene import Scene
-from finetune_mile.recipe import Recipe
-from finetune_mile.runlog import KEPT_CHECKPOINTS
+from finetune_mile.training.folder import KEPT_CHECKPOINTS
+from finetune_mile.training.plan import Plan, make_plan
 
 if TYPE_CHECKING:
     from finetune_mile.pricing.timing import NetworkTimes, Seconds

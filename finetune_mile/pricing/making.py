@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune_mile.checkpoints.init import parse_source
+from finetune_mile.config.schema import Recipe
 from finetune_mile.pricing.estimate import Counts, Estimate, count, estimate, warnings
 from finetune_mile.pricing.scene import NetworkFacts, Scene, look_at_data, look_at_network
-from finetune_mile.recipe import Recipe
 
 MOST_AT_ONCE = 64  # images of a timed step; more are hardly faster each
 

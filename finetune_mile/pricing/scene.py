@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_mile.checkpoints.cards import SCRATCH, Card, Missing, find_card, is_cached
 from finetune_mile.checkpoints.init import Init, parse_init, read_config
+from finetune_mile.config.schema import Recipe
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool
 from finetune_mile.images.sources import load_data
-from finetune_mile.recipe import Recipe
 
 if TYPE_CHECKING:
     from finetune_mile.networks.resnets import Padding

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune_mile.flags import Parser
+from finetune_mile.config.flags import Parser
 from finetune_mile.images.bad_images import check_replaceable, write_list
 from finetune_mile.images.checks import check_truth
 from finetune_mile.images.sources import load_data, split_name

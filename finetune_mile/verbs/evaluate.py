@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.checkpoints.init import Init
+from finetune_mile.config.flags import Parser
 from finetune_mile.core.problems import Problem, tell
 from finetune_mile.core.schema import LARGEST_BATCH
-from finetune_mile.flags import Parser
 from finetune_mile.images.checks import check_truth
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.sources import split_name
-from finetune_mile.runlog import next_folder
+from finetune_mile.training.folder import next_folder
 from finetune_mile.verbs.classifiers import parse_model, run_folder
 from finetune_mile.verbs.predicting import predict_with, recipe_of
 
@@ -152,10 +152,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """The evaluation itself; from here on torch is needed."""
-    from finetune_mile import devices
     from finetune_mile.measures.intervals import compare
     from finetune_mile.measures.predictions import read_predictions
     from finetune_mile.measures.scoring import measure
+    from finetune_mile.training import devices
     from finetune_mile.verbs.evaluate_page import show, write_comparison, write_evaluation
 
     precision = devices.wanted_precision("no")

@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from finetune_mile.core.files import whole_file, write_json
-from finetune_mile.display import CLOSING
 from finetune_mile.images.bad_images import write_list
 from finetune_mile.measures.intervals import Difference, intervals
+from finetune_mile.measures.names import CLOSING
 from finetune_mile.measures.predictions import Predictions, write_predictions
 from finetune_mile.measures.scoring import Measured
-from finetune_mile.runlog import environment
+from finetune_mile.training.folder import environment
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune_mile.config.flags import Parser
 from finetune_mile.core.files import locked, write_json
 from finetune_mile.core.problems import Problem
-from finetune_mile.flags import Parser
 from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.images.sources.wds_state import STATE, read_state
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune_mile.config.flags import Parser, given_settings, parse
+from finetune_mile.config.resolve import Resolved, resolve_anywhere
 from finetune_mile.core.problems import Problem
-from finetune_mile.display import duration
-from finetune_mile.flags import Parser, given_settings, parse
-from finetune_mile.settings import Resolved, resolve_anywhere
+from finetune_mile.training.display import duration
 
 if TYPE_CHECKING:
     from finetune_mile.pricing.making import Offer
@@ -52,8 +52,8 @@ def main(argv: list[str]) -> int:
         raise Problem("--quick and --runs belong to --table NAME")
     given = parse(rest)
     resolved, known = resolve_anywhere(given_settings(given), options.sets)
-    from finetune_mile import devices
     from finetune_mile.pricing.making import make_offer
+    from finetune_mile.training import devices
 
     devices.use_threads()
     offer = make_offer(resolved.recipe)

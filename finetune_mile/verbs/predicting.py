@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune_mile.checkpoints.init import Init
+from finetune_mile.config.layers import read_yaml
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.bad_images import allowed
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.sources import load_data, split_name
-from finetune_mile.layers import read_yaml
 from finetune_mile.verbs.classifiers import Classifier, columns_for, open_classifier, run_folder
 
 if TYPE_CHECKING:

@@ -6,13 +6,12 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
+from finetune_mile.config.flags import Parser, given_settings, read_flags
 from finetune_mile.core.problems import Problem
-from finetune_mile.flags import Parser, given_settings, read_flags
 from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.pretraining.recipe import Method
 from finetune_mile.pretraining.settings import Resolved, check, resolve
-from finetune_mile.runlog import check_free, next_folder
-from finetune_mile.settings import resumed_recipe
+from finetune_mile.training.folder import check_free, next_folder, resumed_recipe
 
 SETTINGS = ("recipe", "method", "data", "arch", "steps", "batch_size", "lr", "seed")
 
@@ -71,12 +70,12 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
 
 def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     """The run itself; from here on torch is needed."""
-    from finetune_mile import devices
     from finetune_mile.images.bad_images import BadImages
     from finetune_mile.pretraining.describing import describe
     from finetune_mile.pretraining.running import make_method, open_folder, play
     from finetune_mile.pretraining.session import Session, with_size
-    from finetune_mile.watch import Signals
+    from finetune_mile.training import devices
+    from finetune_mile.training.monitor import Signals
 
     recipe = resolved.recipe
     precision = devices.wanted_precision(recipe.precision)

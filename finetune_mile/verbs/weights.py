@@ -14,8 +14,8 @@ from rich.table import Table
 
 from finetune_mile.checkpoints.cards import find_card, folder_of, is_cached, list_cards, read_card
 from finetune_mile.checkpoints.init import Init, parse_init
+from finetune_mile.config.flags import Parser
 from finetune_mile.core.problems import Problem
-from finetune_mile.flags import Parser
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.loading import Opened

@@ -8,9 +8,9 @@ import finetune_mile
 from finetune_mile.checkpoints.cards import Missing
 from finetune_mile.checkpoints.init import Init, locate, parse_init, parse_source, read_config, read_header
 from finetune_mile.cli import main
+from finetune_mile.config.resolve import choose_recipe
 from finetune_mile.core.problems import Problem
 from finetune_mile.pricing.scene import look_at_network
-from finetune_mile.settings import choose_recipe
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def play(folder):
 if __name__ == "__main__":
     from accelerate import Accelerator
 
-    from finetune_mile import training
+    from finetune_mile.training import train as training
 
     Accelerator.end_training = lambda self: None  # it would part the processes after the first mode
     training.write_report = lambda *anything: None  # half of the time of a run this small

@@ -11,7 +11,7 @@ from PIL import Image
 from shortcuts import ROOT
 
 from finetune_mile.run import main
-from finetune_mile.watch import Watch
+from finetune_mile.training.monitor import Watch
 
 sys.path.append(str(ROOT / "tests/checkpoints"))
 from material import unpack
@@ -83,7 +83,7 @@ def test_it_explains_trains_stops_resumes_and_evaluates(flags, imagenet, tmp_pat
             os.kill(os.getpid(), signal.SIGTERM)
         on_step(self, record)
 
-    monkeypatch.setattr("finetune_mile.session.PROBE_IMAGES", 8)
+    monkeypatch.setattr("finetune_mile.training.session.PROBE_IMAGES", 8)
     with monkeypatch.context() as patch:
         patch.setattr(Watch, "__call__", stop_at_step_1)
         assert main([*flags, "--out", str(out)]) == 143

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from shortcuts import ROOT, SHORT, SHORT_MILE, losses
 
-from finetune_mile import labelling
 from finetune_mile.checkpoints.loading import load_network
 from finetune_mile.run import main
+from finetune_mile.training import labelling
 
 SEMI = [*SHORT_MILE, "--semi", "all", "--fraction", "0.1", "--steps", "12"]
 CYCLE = [*SEMI, "--set", "mile.pseudo_labels=cycle"]
@@ -35,7 +35,7 @@ def settings(*pairs):
 @pytest.fixture
 def seen(monkeypatch):
     """The given labels of every batch that is drawn, by pool, and how many images were labelled in blocks."""
-    from finetune_mile.session import Session
+    from finetune_mile.training.session import Session
 
     found = {"labels": [], "blocks": []}
     feed, label_block = Session.feed, labelling._label_block
@@ -110,7 +110,7 @@ def test_a_resume_inside_an_imitation_reads_the_labels_and_distrusts_strange_one
 def test_a_process_that_is_killed_while_labelling_leaves_whole_blocks(run_demo, tmp_path):
     out, code = tmp_path / "killed", f"""
 import os, signal, sys
-from finetune_mile import labelling
+from finetune_mile.training import labelling
 from finetune_mile.run import main
 labelling.BLOCK = 64
 label_block = labelling._label_block
@@ -199,7 +199,7 @@ def test_a_teacher_of_other_classes_is_refused_before_anything_is_written(tmp_pa
 
 
 def test_a_bar_and_lines_tell_how_far_the_labels_are(monkeypatch, capsys):
-    from finetune_mile import display
+    from finetune_mile.training import display
 
     monkeypatch.setenv("FORCE_COLOR", "1")
     with display.Display(10, 0, visible=True) as bar:

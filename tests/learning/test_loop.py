@@ -100,7 +100,7 @@ def test_a_stop_after_any_step_changes_nothing(run_demo, tmp_path, stop_at, flag
 
 
 def test_a_kill_right_after_an_evaluation_does_not_record_it_twice(run_demo, tmp_path, monkeypatch):
-    from finetune_mile import watch
+    from finetune_mile.training import monitor as watch
 
     flags = [*SHORT_MILE, "--set", "evaluate.every=5"]
     whole, killed = run_demo("whole", *flags), tmp_path / "killed"

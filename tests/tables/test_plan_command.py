@@ -6,10 +6,10 @@ import pytest
 from tiny import write_tiny
 
 from finetune_mile.cli import main
+from finetune_mile.config.resolve import resolve
 from finetune_mile.core.problems import Problem
 from finetune_mile.pricing.estimate import count, warnings
 from finetune_mile.pricing.scene import Scene, look_at_data, look_at_network
-from finetune_mile.settings import resolve
 
 IMAGENET = Scene(
     pools={"labelled": 12_811, "unlabelled": 1_268_356, "all": 1_281_167}, val=50_000, classes=1000, here=False,

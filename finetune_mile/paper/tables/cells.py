@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, get_args
 
 import yaml
 
+from finetune_mile.config.flags import SETTINGS, given_settings, parse
+from finetune_mile.config.layers import flat
+from finetune_mile.config.resolve import FLAG_PATHS, Resolved, resolve_anywhere
 from finetune_mile.core.problems import Problem
-from finetune_mile.flags import SETTINGS, given_settings, parse
-from finetune_mile.layers import flat
 from finetune_mile.methods import METHODS
 from finetune_mile.paper.tables.description import Block, Settings, Table
-from finetune_mile.settings import FLAG_PATHS, Resolved, resolve_anywhere
 
 FLAGS_OF_PATHS = {path: flag for flag, path in FLAG_PATHS.items()}
 LAUNCH = "accelerate launch"

@@ -26,9 +26,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from finetune_mile.display import duration
 from finetune_mile.paper.tables.cells import Job, Key, head, yaml_value
 from finetune_mile.paper.tables.states import State
+from finetune_mile.training.display import duration
 
 STOP_SECONDS = 120.0  # a run that was told to stop may finish its step and save
 

@@ -17,11 +17,11 @@ from rich.text import Text
 
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem
-from finetune_mile.display import duration, wide_console
 from finetune_mile.paper.tables.description import Table
 from finetune_mile.paper.tables.ledger import BlockLedger, Cell, CheckedBar, Difference, Ledger, Spread, make_ledger
 from finetune_mile.paper.tables.plot import draw
 from finetune_mile.paper.tables.states import Record, State, read_records, records_of, write_records
+from finetune_mile.training.display import duration, wide_console
 
 WIDE = 6  # column x measure pairs that still go side by side
 NOISE = (
@@ -466,8 +466,8 @@ def missing_prices(states: Sequence[State], known: Mapping[str, str]) -> dict[st
     todo = [s for s in states if not s.job.hidden and s.job.key.cell not in {*done, *known}]
     if not todo:
         return {}
-    from finetune_mile import devices
     from finetune_mile.paper.table_prices import in_words, price_cells
+    from finetune_mile.training import devices
 
     devices.use_threads()
     with Console(stderr=True).status("timing a few steps, for the price of what was not run ..."):

@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
+from finetune_mile.config.schema import FullRecipe
 from finetune_mile.core.names import did_you_mean
 from finetune_mile.core.places import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.yaml_text import TooMuch, compose, construct, read_text
-from finetune_mile.recipe import FullRecipe
 
 LONGEST_CHAIN = 4  # files, the first one included
 OWN_KEYS = ("base", "fractions", "sources")

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from finetune_mile.core.files import whole_file
-from finetune_mile.runlog import RunFolder, environment
+from finetune_mile.training.folder import RunFolder, environment
 
 LABEL_BATCH = 65536  # rows written at once
 

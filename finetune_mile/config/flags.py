@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from finetune_mile.config.schema import Variant
 from finetune_mile.core.names import did_you_mean, nearest
 from finetune_mile.core.problems import Problem
 from finetune_mile.methods import METHODS
-from finetune_mile.recipe import Variant
 
 SETTINGS = (
     "recipe", "init", "fraction", "split", "truth", "method", "variant", "data", "arch", "semi", "teacher",

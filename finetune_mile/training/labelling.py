@@ -20,8 +20,8 @@ from finetune_mile.images.subsets import Indices
 from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.roles import Roles
 from finetune_mile.learning.stores import Block, LabelStore, encode
-from finetune_mile.runlog import remove_written
-from finetune_mile.session import Session
+from finetune_mile.training.folder import remove_written
+from finetune_mile.training.session import Session
 
 BLOCK = 32768  # images whose logits are held at a time: 131 MB with 1,000 classes
 ROWS = 2048  # of them become targets at a time

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.cards import Card
+from finetune_mile.config.schema import Recipe
 from finetune_mile.core.problems import Failed
 from finetune_mile.core.types import Batch, Pool, Preprocess
 from finetune_mile.images.bad_images import BadImages
@@ -29,8 +30,7 @@ from finetune_mile.measures.evaluation import predict
 from finetune_mile.measures.generations import pick_probe
 from finetune_mile.measures.learned import LossAlarm, lower_rates
 from finetune_mile.measures.scoring import measure
-from finetune_mile.plan import Plan, labelled_per_batch
-from finetune_mile.recipe import Recipe
+from finetune_mile.training.plan import Plan, labelled_per_batch
 
 PROBE_IMAGES = 1000
 POOLS: tuple[Pool, ...] = ("labelled", "unlabelled", "all")

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from finetune_mile.core.problems import Failed, Problem
-from finetune_mile.display import Display
 from finetune_mile.learning.loop import StepRecord
 from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.state import Decision
@@ -24,8 +23,9 @@ from finetune_mile.learning.targets import given_matrix
 from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
 from finetune_mile.measures.learned import RATES, LossAlarm
 from finetune_mile.methods import Method
-from finetune_mile.plan import Plan
-from finetune_mile.runlog import RunFolder, alone
+from finetune_mile.training.display import Display
+from finetune_mile.training.folder import RunFolder, alone
+from finetune_mile.training.plan import Plan
 
 SAME_SIGNAL = 1.0  # seconds
 AGREE_EVERY = 8  # steps between two looks at whether another process was told to stop

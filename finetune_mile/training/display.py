@@ -9,20 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-PLAIN_SECONDS = 10.0  # without a terminal: a line this often
+from finetune_mile.measures.names import CLOSING
 
-CLOSING = (
-    ("accuracy", "top-1 on the given label", "%"),
-    ("digit_accuracy", "top-1 among the digit classes", "%"),
-    ("colour_on_digits", "mean output of the colour shown", ""),
-    ("real_acc", "top-1 is in the true set", "%"),
-    ("f1@0.25", "F1 at threshold 0.25", "%"),
-    ("f1@0.5", "F1 at threshold 0.5", "%"),
-    ("f1@best", "F1 at its own best threshold", "%"),
-    ("trivial_f1", "F1 of the best constant prediction", "%"),
-    ("lrap", "label ranking average precision", "%"),
-    ("coverage@0.25", "labels per image at 0.25", ""),
-)
+PLAIN_SECONDS = 10.0  # without a terminal: a line this often
 
 
 class Display:

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from finetune_mile.config.layers import flat, read_yaml
 from finetune_mile.core import yaml_text
 from finetune_mile.core.files import locked, whole_file, write_json
 from finetune_mile.core.problems import Problem
@@ -88,6 +89,23 @@ def read_info(folder: Path) -> dict[str, Any]:
 def recipe_hash(tree: Mapping[str, Any]) -> str:
     """A hash of the settings in a recipe.yaml; comments and layout do not count."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def resumed_recipe(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The recipe.yaml of a run that is resumed, and its settings; refused where it changed since the run began."""
+    path = folder / "recipe.yaml"
+    if not path.is_file():
+        raise Problem(f"--resume {folder}: not a run folder (it has no recipe.yaml)")
+    tree, info = read_yaml(path), read_info(folder)
+    if info.get("recipe_sha256") not in (None, recipe_hash(tree)):
+        was, now = flat(info.get("recipe", {})), flat(tree)
+        keys = sorted(key for key in was | now if was.get(key) != now.get(key))
+        changes = ", ".join(f"{key} was {was.get(key)}, is {now.get(key)}" for key in keys)
+        raise Problem(
+            f"--resume {folder}: recipe.yaml was changed after the run began ({changes}); undo the change to resume, "
+            f"or start a new run with --recipe {path} --out DIR"
+        )
+    return path, tree
 
 
 def alone(folder: Path, seconds: float | None = None) -> AbstractContextManager[None]:
@@ -274,7 +292,7 @@ def environment() -> dict[str, object]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     return {"versions": versions, "git": _git_hash(root), "machine": platform.machine()}
 
 

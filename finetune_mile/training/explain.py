@@ -12,15 +12,15 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
+from finetune_mile.config.layers import flat
+from finetune_mile.config.resolve import Resolved
 from finetune_mile.images.bad_images import say_unreadable
-from finetune_mile.layers import flat
 from finetune_mile.learning.phases import Phase, trace
-from finetune_mile.plan import Plan
-from finetune_mile.settings import Resolved
+from finetune_mile.training.plan import Plan
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.loading import LoadReport
-    from finetune_mile.session import Session
+    from finetune_mile.training.session import Session
 
 SHOWN_PHASES = 8
 PIPED_WIDTH = 240  # columns where no terminal says how many there are: a setting is a line

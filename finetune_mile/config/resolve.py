@@ -13,20 +13,19 @@ from pydantic import BaseModel, ValidationError
 
 from finetune_mile.checkpoints.cards import Missing
 from finetune_mile.checkpoints.init import Family, family_of, parse_init
+from finetune_mile.config.layers import Merged, find_recipe, layers_of, put, put_together, read_yaml
+from finetune_mile.config.schema import VARIANTS, FullRecipe, Recipe
 from finetune_mile.core.names import did_you_mean
 from finetune_mile.core.places import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.yaml_text import TooMuch, compose, construct
 from finetune_mile.images.sources import imagenet_folder
-from finetune_mile.layers import Merged, find_recipe, flat, layers_of, put, put_together, read_yaml
 from finetune_mile.methods import METHOD_FLAGS, METHODS, get_method
-from finetune_mile.recipe import VARIANTS, FullRecipe, Recipe
-from finetune_mile.runlog import read_info, recipe_hash
 
 NO_IMAGENET = "imagenet:data/imagenet"  # stands for ImageNet where it is not
 Model = TypeVar("Model", bound=BaseModel)
 __all__ = [
-    "Resolved", "check", "choose_recipe", "find_imagenet", "find_recipe", "read_yaml", "resolve", "resumed_recipe",
+    "Resolved", "check", "choose_recipe", "find_imagenet", "find_recipe", "read_yaml", "resolve",
     "to_yaml",
 ]  # fmt: skip
 
@@ -123,23 +122,6 @@ def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path:
     _put_defaults(merged)
     recipe = validated(FullRecipe, merged, path, wrong)
     return Resolved(recipe=recipe, path=path, why=why, said_by=merged.said_by, sources=merged.sources)
-
-
-def resumed_recipe(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The recipe.yaml of a run that is resumed, and its settings; refused where it changed since the run began."""
-    path = folder / "recipe.yaml"
-    if not path.is_file():
-        raise Problem(f"--resume {folder}: not a run folder (it has no recipe.yaml)")
-    tree, info = read_yaml(path), read_info(folder)
-    if info.get("recipe_sha256") not in (None, recipe_hash(tree)):
-        was, now = flat(info.get("recipe", {})), flat(tree)
-        keys = sorted(key for key in was | now if was.get(key) != now.get(key))
-        changes = ", ".join(f"{key} was {was.get(key)}, is {now.get(key)}" for key in keys)
-        raise Problem(
-            f"--resume {folder}: recipe.yaml was changed after the run began ({changes}); undo the change to resume, "
-            f"or start a new run with --recipe {path} --out DIR"
-        )
-    return path, tree
 
 
 def _share(fraction: object) -> float | None:

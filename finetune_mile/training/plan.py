@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from finetune_mile.config.schema import Recipe
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool
 from finetune_mile.learning.phases import Budget, Phase
-from finetune_mile.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

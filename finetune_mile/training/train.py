@@ -11,23 +11,23 @@ from torch import Tensor, nn
 
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import LoadReport
+from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file, write_json
-from finetune_mile.display import Display, closing_table
 from finetune_mile.images.bad_images import say_skipped
-from finetune_mile.labelling import pool_labeller
-from finetune_mile.learning import saving
 from finetune_mile.learning.loop import Average, train
 from finetune_mile.learning.optim import make_optimizer, parameter_groups, rate_at
 from finetune_mile.learning.roles import Roles, copy_into
 from finetune_mile.measures.learned import learned_nothing, lower_rates
-from finetune_mile.outcome import open_on_main, warn_of_spread, weight_spread, write_labels
 from finetune_mile.pages.model_card import model_card
 from finetune_mile.pages.report import gallery_images, write_report
-from finetune_mile.plan import Plan
-from finetune_mile.runlog import RunFolder
-from finetune_mile.session import Session
-from finetune_mile.settings import to_yaml
-from finetune_mile.watch import Signals, Watch, recorded
+from finetune_mile.training import resume
+from finetune_mile.training.display import Display, closing_table
+from finetune_mile.training.finish import open_on_main, warn_of_spread, weight_spread, write_labels
+from finetune_mile.training.folder import RunFolder
+from finetune_mile.training.labelling import pool_labeller
+from finetune_mile.training.monitor import Signals, Watch, recorded
+from finetune_mile.training.plan import Plan
+from finetune_mile.training.session import Session
 
 
 def open_folder(session: Session, path: Path, report: LoadReport, *, resume: bool, overwrite: bool) -> RunFolder:
@@ -73,10 +73,10 @@ def _train(
     if recipe.track != "none":
         accelerator.init_trackers(folder.path.name, config={"recipe": to_yaml(recipe)})
 
-    content = saving.load_together(folder, accelerator)
+    content = resume.load_together(folder, accelerator)
     step = 0
     if content is not None:
-        step = saving.restore(content, accelerator, roles=roles, optimizer=optimizer, average=average)
+        step = resume.restore(content, accelerator, roles=roles, optimizer=optimizer, average=average)
     if accelerator.is_main_process:
         folder.rewind(step)
     if content is None:
@@ -86,7 +86,7 @@ def _train(
         state.load_state_dict(content["extra"]["method"])
 
     def save(at: int, extra: dict[str, Any]) -> None:
-        saving.save(
+        resume.save(
             folder,
             accelerator,
             step=at,

@@ -19,7 +19,7 @@ from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
 from finetune_mile.learning.loop import Average
 from finetune_mile.learning.roles import Roles
-from finetune_mile.runlog import RunFolder
+from finetune_mile.training.folder import RunFolder
 
 
 def random_states(accelerator: Accelerator) -> dict[str, Any]:
