@@ -38,8 +38,10 @@ def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport
         steps = trace(plan.phases)
         out.print(f"trace   {_runs(steps[:400])}{' ...' if len(steps) > 400 else ''}")
     out.print(f"recipe  {resolved.path.name} ({resolved.why})")
-    counts = report.to_json()["counts"]
-    out.print(f"init    {session.card.name}: {report.arch}, {report.format} ({report.why}), {counts}")
+    out.print(
+        f"init    {session.card.name}: {report.arch}, {report.format} ({report.why}); "
+        f"{len(report.loaded)} tensors loaded, {len(report.reset)} new, {len(report.dropped)} ignored"
+    )
     labelled, everything = len(session.pools.indices["labelled"]), len(session.pools.images)
     aside = len(session.pools.calibration)
     out.print(
@@ -54,7 +56,7 @@ def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport
     out.print(
         f"method  {recipe.method} ({recipe.variant} variant): {plan.total_steps:,} steps = "
         f"{plan.total_steps / plan.steps_per_epoch:.1f} epochs in {len(plan.phases)} phases, "
-        f"T {steps_of(plan, 'interaction'):,} S {steps_of(plan, 'imitation'):,}"
+        f"{steps_of(plan, 'interaction'):,} on given labels, {steps_of(plan, 'imitation'):,} on the teacher's"
     )
     out.print(
         f"batch   {recipe.batch_size} = {world} process{'es' if world > 1 else ''} x {recipe.accumulate} x {share}, "

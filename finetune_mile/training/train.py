@@ -171,7 +171,7 @@ def _finish(session: Session, learner: nn.Module, folder: RunFolder) -> None:
     with whole_file(folder.path / "export/README.md") as part:
         part.write_text(model_card(recipe, config, results, warning), encoding="utf-8")
     write_report(session, shown, folder, results, warning)
-    title = f"{recipe.method} on {data.name}: the student on {int(results['images']):,} images"
+    title = f"{recipe.method} on {data.name}: results on {int(results['images']):,} validation images"
     from rich.console import Console
 
     out = Console(stderr=True)
