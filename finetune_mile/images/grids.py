@@ -57,7 +57,7 @@ def make_grids(
         seed: of the draw.
         name: goes into the ids.
     """
-    cells_in_grid, rows = layout.rows**2, layout.rows
+    cells_in_grid = layout.rows**2
     draws = uniforms(seed, 0, np.arange(count), cells_in_grid + 2)
     cells = members[(draws[:, :cells_in_grid] * len(members)).astype(np.int64)]  # (count, cells)
     shares = np.full(cells_in_grid, (1 - layout.share) / max(cells_in_grid - 1, 1))
@@ -70,20 +70,30 @@ def make_grids(
     given = present[torch.arange(count), torch.from_numpy(chosen)]
     present[torch.from_numpy(alone)] = main[torch.from_numpy(alone)].unsqueeze(1)
     truth = torch.zeros(count, num_classes, dtype=torch.bool).scatter_(1, present, True)
-    which, side = torch.from_numpy(cells), pictures.shape[-1]
-
-    def read(index: int) -> Tensor:
-        parts = pictures[which[index]]  # (cells, [3,] s, s)
-        if alone[index]:
-            parts = torch.zeros_like(parts)
-            parts[layout.main] = pictures[which[index, layout.main]]
-        parts = parts.reshape(rows, rows, -1, side, side).permute(2, 0, 3, 1, 4)
-        image = parts.reshape(-1, rows * side, rows * side)
-        return image.expand(3, -1, -1)
-
     return ImageSet(
-        ids=[f"{name}-{i:05d}" for i in range(count)], given=given, truth=truth, main=main, read=read, in_memory=True
-    )
+        ids=[f"{name}-{i:05d}" for i in range(count)], given=given, truth=truth, main=main, in_memory=True,
+        read=Grids(pictures, torch.from_numpy(cells), torch.from_numpy(alone), layout),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Grids:
+    """Grid number i, put together when it is read; it travels to loader processes."""
+
+    pictures: Tensor  # (P, [3,] s, s)
+    cells: Tensor  # (N, cells) which picture stands where
+    alone: Tensor  # (N,) only the main cell is shown
+    layout: Layout
+
+    def __call__(self, index: int) -> Tensor:
+        """The grid (3, H, W)."""
+        rows, main, side = self.layout.rows, self.layout.main, self.pictures.shape[-1]
+        parts = self.pictures[self.cells[index]]  # (cells, [3,] s, s)
+        if self.alone[index]:
+            parts = torch.zeros_like(parts)
+            parts[main] = self.pictures[self.cells[index, main]]
+        parts = parts.reshape(rows, rows, -1, side, side).permute(2, 0, 3, 1, 4)
+        return parts.reshape(-1, rows * side, rows * side).expand(3, -1, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
