@@ -172,7 +172,10 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
 
 def _scratch(arch: str | None) -> Opened:
     if arch is None:
-        raise Problem("--init none needs --arch: from scratch, nothing says which network")
+        raise Problem(
+            "no checkpoint and no network: say --init CHECKPOINT (`finetune-mile weights ls` lists published ones), "
+            "or, to train from scratch, --init none with --arch, for example --arch resnet18"
+        )
     network = build(arch)
     report = LoadReport(
         format="none", why="--init none", arch=arch, padding="torch", loaded=(), dropped=(),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema, create_model, model_validator
 
+from finetune_mile.core.names import did_you_mean
 from finetune_mile.core.schema import (
     LARGEST_BATCH,
     MOST_STEPS,
@@ -28,7 +29,7 @@ Variant = Literal["paper", "published"]
 
 def _known_method(name: str) -> str:
     if name not in METHODS:
-        raise ValueError(f"unknown method; known: {', '.join(METHODS)}")
+        raise ValueError(f"unknown method; {did_you_mean(name, METHODS)}")
     return name
 
 

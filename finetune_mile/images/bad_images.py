@@ -69,8 +69,7 @@ class BadImages:
         if not self._seen:
             (_, name), reason = next(iter(fresh.items()))
             sys.stderr.write(
-                f"warning: {split} image {name} cannot be read ({reason}) and is skipped; "
-                f"{self.path} lists all of them\n"
+                f"warning: {split} image {name} is bad ({reason}) and is skipped; {self.path} lists all of them\n"
             )
         lines = [(*key, reason) for key, reason in fresh.items() if key not in self._seen]
         write_list(self.path, lines, append=True)

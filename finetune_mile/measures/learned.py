@@ -10,6 +10,7 @@ from finetune_mile.measures.intervals import wilson
 
 HeadBias = Literal["zero", "prior"]
 RISE = 3.0  # times the start: training diverges
+FEW_IMAGES = 200  # an interval of 14 points or more
 STEPS = 10  # that the loss must stay there; also the steps that make the start
 RATES = "the learning rate of the network or of its head is too high"
 
@@ -108,14 +109,16 @@ def learned_nothing(results: Mapping[str, float], *, steps: int, data: str, advi
     accuracy, chance, majority = (results[key] for key in ("accuracy", "chance_accuracy", "majority_accuracy"))
     images = int(results.get("images_with_label", results["images"]))
     low, high = (100 * edge for edge in wilson(accuracy / 100, images))
+    few = ""
     if low <= chance <= high:
         why = f"no better than guessing ({chance:.1f} %; 95 % interval of the accuracy {low:.1f} to {high:.1f})"
+        few = f"{images:,} validation images are too few to tell, " if images < FEW_IMAGES else ""
     elif accuracy < majority:
         why = f"less than always answering the most frequent class ({majority:.1f} %)"
     else:
         return None
     return (
         f"This model learned nothing useful: accuracy {accuracy:.1f} % on {images:,} validation images is {why}. "
-        f"Likely causes: {RATES} (try {advice}), {steps:,} steps are too few (raise --steps or --epochs), "
+        f"Likely causes: {few}{RATES} (try {advice}), {steps:,} steps are too few (raise --steps or --epochs), "
         f"or the labels are wrong (finetune-mile doctor --data {data})."
     )

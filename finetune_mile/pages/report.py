@@ -47,6 +47,7 @@ def write_report(
         plots={name: embed(figure) for name, figure in plots.items() if figure is not None},
         verdicts=[r for r in records if r["kind"] == "gate"],
         gallery=gallery(session, shown),
+        has_truth=session.data.val.truth is not None,
         settings=to_yaml(session.recipe),
         info=folder.info,
     )

@@ -55,7 +55,8 @@ def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport
     share = recipe.batch_size // (world * recipe.accumulate)
     out.print(
         f"method  {recipe.method} ({recipe.variant} variant): {plan.total_steps:,} steps = "
-        f"{plan.total_steps / plan.steps_per_epoch:.1f} epochs in {len(plan.phases)} phases, "
+        f"{plan.total_steps / plan.steps_per_epoch:.1f} epochs in {len(plan.phases)} phase"
+        f"{'s' if len(plan.phases) > 1 else ''}, "
         f"{steps_of(plan, 'interaction'):,} on given labels, {steps_of(plan, 'imitation'):,} on the teacher's"
     )
     out.print(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 import zipfile
@@ -92,17 +91,21 @@ def load_latest(folder: RunFolder, warn: Callable[[str], object]) -> dict[str, A
         folder: the run's.
         warn: told of each damaged one, in a sentence.
     """
-    paths = folder.saved()[::-1]
-    for path, older in itertools.zip_longest(paths, paths[1:]):
+    damaged: list[str] = []
+    for path in folder.saved()[::-1]:
         try:
-            return _read(path, folder.info.get("recipe_sha256"))
+            content = _read(path, folder.info.get("recipe_sha256"))
         except _Damaged as why:
-            if older is None:
-                raise Problem(
-                    f"{folder.path} has no usable checkpoint: {path.name} {why}; restore a good one, or start again "
-                    f"with --recipe {folder.path / 'recipe.yaml'} --out DIR"
-                ) from why
-            warn(f"checkpoint {path.name} {why}; continuing from the one before, {older.name}")
+            damaged.append(f"{path.name} {why}")
+            continue
+        for sentence in damaged:
+            warn(f"checkpoint {sentence}; continuing from an older one, {path.name}")
+        return content
+    if damaged:
+        raise Problem(
+            f"{folder.path} has no usable checkpoint: {'; '.join(damaged)}. Restore a good one, or start again with "
+            f"--recipe {folder.path / 'recipe.yaml'} --out DIR"
+        )
     return None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,6 +49,8 @@ def predict_with(source: Init, options: argparse.Namespace, accelerator: Acceler
     data = load_data(options.data)
     part = options.part or default_part(options.data, source)
     images = pick_images(data, part)
+    if part == "all" and accelerator.is_main_process:
+        warn_of_training_images(images, source)
     weights = options.weights if source.flag == "--model" else None
     model = open_classifier(source, weights=weights, num_classes=len(data.classes), seed=options.seed)
     columns = columns_for(model, data.classes, source.flag)
@@ -110,9 +114,36 @@ def default_part(data: str, model: Init) -> Literal["val", "all"]:
     one_tree = scheme == "folder" and not (Path(where.partition("?")[0]) / "train").is_dir()
     folder = run_folder(model)
     trained_on = str(recipe_of(folder).get("data", "")) if folder else ""
-    if not one_tree or (trained_on and split_name(trained_on) == (scheme, where)):
+    if not one_tree or (trained_on and _same_place(trained_on, data)):
         return "val"
     return "all"
+
+
+def _same_place(one: str, other: str) -> bool:
+    """Whether two values of --data name the same folder, one perhaps by a relative path."""
+
+    def place(data: str) -> tuple[str, Path, str]:
+        scheme, colon, where = data.partition(":")
+        path, _, options = (where if colon else data).partition("?")
+        return scheme if colon else "folder", Path(path).resolve(), options
+
+    return place(one) == place(other)
+
+
+def warn_of_training_images(images: ImageSet, model: Init) -> None:
+    """Say that a run is scored on images that it was trained on: the number would be too good."""
+    folder = run_folder(model)
+    places = [] if folder is None else [folder / "split.json", folder.parent / "split.json"]
+    split = next((path for path in places if path.is_file()), None)
+    if split is None:
+        return
+    trained = set(json.loads(split.read_text(encoding="utf-8")).get("ids", ()))
+    seen = sum(each in trained for each in images.ids)
+    if seen:
+        sys.stderr.write(
+            f"warning: {seen:,} of these {len(images):,} images have the names of images that {model.text} was trained "
+            "on, so the scores are too good; --part val evaluates the others\n"
+        )
 
 
 def pick_images(data: Data, part: Literal["val", "train", "all"]) -> ImageSet:

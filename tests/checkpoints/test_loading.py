@@ -164,7 +164,7 @@ def test_first_projection_layer_is_kept_on_request(format: str) -> None:
 
 
 def test_scratch_needs_an_architecture() -> None:
-    with pytest.raises(Problem, match="needs --arch"):
+    with pytest.raises(Problem, match="--init none with --arch"):
         load("none")
     network, card, report = load("none", arch="resnet-demo", head_bias="prior")
     assert card.name == "none"

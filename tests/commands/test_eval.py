@@ -290,3 +290,31 @@ def test_help_and_errors_do_not_import_torch(flags):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_run_is_not_scored_on_its_training_images_without_a_word(tmp_path, monkeypatch, capsys):
+    """The same folder by another path: 91 % on all images, where the run had said 57 % on those it had not seen."""
+    from PIL import Image
+
+    from finetune_mile.run import main as run
+
+    for number in range(24):
+        name = tmp_path / f"photos/class-{number % 3}/{number}.png"
+        name.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (30, 30), (number, 9 * number, 80)).save(name)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--init", "none", "--arch", "resnet-demo", "--set", "size=24", "--method", "sigmoid", "--steps", "2"]
+    assert run(["--data", "folder:photos", *flags, "--batch-size", "8", "--out", "run"]) == 0
+    capsys.readouterr()
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    for number, data in enumerate(("folder:photos", f"folder:{tmp_path}/photos", str(tmp_path / "photos"))):
+        out = tmp_path / f"eval-{number}"
+        assert cli.main(["eval", "--model", "run:run", "--data", data, "--out", str(out)]) == 0
+        found = json.loads((out / "eval.json").read_text())
+        assert found["part"] == "val", data
+        assert "warning" not in capsys.readouterr().err
+    assert results["images"] < 24
+    (tmp_path / "photos").rename(tmp_path / "moved")
+    command = ["eval", "--model", "run:run", "--data", "folder:moved", "--out", str(tmp_path / "all")]
+    assert cli.main(command) == 0
+    assert "of these 24 images have the names of images that run:run was trained on" in capsys.readouterr().err
