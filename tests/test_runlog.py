@@ -352,3 +352,20 @@ def test_f11_resume_writes_what_an_earlier_version_left_out(stopped, tmp_path):
     assert {name: (run / name).read_text() for name in complete} == complete
     assert all(key in json.loads((run / "run.json").read_text()) for key in FACTS)
     assert not list(run.rglob("*.part"))
+
+
+def test_f1_a_foreign_run_json_is_no_mark(tmp_path):
+    """Other tools have a run.json as well."""
+    for number, content in enumerate(('{"versions": 5}', '{"versions": {"other": "1"}}', "[]", "not JSON")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "run.json").write_text(content)
+        with pytest.raises(Problem, match="was not made by a run"):
+            check_free(folder, overwrite=True)
+
+
+def test_f2_a_date_in_an_edited_recipe_is_one_sentence(stopped, tmp_path, capsys):
+    run, _ = copied(stopped[0], tmp_path / "run")
+    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace("seed: 0\n", "seed: 2024-01-01\n"))
+    assert main(["--resume", str(run)]) == 2
+    assert "seed was 0, is 2024-01-01" in capsys.readouterr().err

@@ -69,7 +69,7 @@ def _made_by_run(folder: Path) -> bool:
         info = read_info(folder)
     except Problem:
         return False
-    return info | MADE_BY == info or "finetune-mile" in info.get("versions", {})  # the first runs had no mark
+    return info | MADE_BY == info or "finetune-mile" in str(info.get("versions"))  # the first runs had no mark
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def read_info(folder: Path) -> dict[str, Any]:
 
 def recipe_hash(tree: Mapping[str, Any]) -> str:
     """A hash of the settings in a recipe.yaml; comments and layout do not count."""
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def resumed_recipe(folder: Path) -> tuple[Path, dict[str, Any]]:
