@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file
+from finetune_mile.images.bad_images import say_skipped, say_unreadable
 from finetune_mile.measures.names import CLOSING
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ def write_report(
         results: of results.json.
         warning: the first line of the page, where there is one.
     """
+    unread = [say_skipped(int(results["bad_images"]), Path("bad_images.csv"))] if results.get("bad_images") else []
+    unread += [say_unreadable(session.data.unreadable)] if session.data.unreadable else []
     records = folder.metrics()
     plots = {"loss": loss_plot(records), "generations": generation_plot(records), "gate": gate_plot(records)}
     pages = Environment(loader=PackageLoader("finetune_mile.pages"), autoescape=select_autoescape())
@@ -48,6 +52,7 @@ def write_report(
         verdicts=[r for r in records if r["kind"] == "gate"],
         gallery=gallery(session, shown),
         has_truth=session.data.val.truth is not None,
+        unread=unread,
         settings=to_yaml(session.recipe),
         info=folder.info,
     )
