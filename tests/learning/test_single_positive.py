@@ -11,6 +11,7 @@ from shortcuts import SHORT, losses
 from finetune_mile.core.problems import Problem
 from finetune_mile.learning.phases import Budget
 from finetune_mile.learning.state import RunView, StepView
+from finetune_mile.measures.learned import LossAlarm
 from finetune_mile.methods import get_method, role
 from finetune_mile.run import main
 
@@ -82,6 +83,15 @@ def test_role_is_the_papers_loss_and_moves_its_estimates_by_their_slope():
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
     state.after_step(view, LOGITS)
     torch.testing.assert_close(state.estimates, before - 0.5 * 2 * estimates.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_role_raises_no_alarm_at_its_start():
+    """With 1,000 classes and a prior bias its first loss is 200 times that of BCE on a new head, and that is right."""
+    method, phase = phase_of("role")
+    alarm = LossAlarm(
+        untrained_loss=method.untrained_loss, num_classes=1000, given_labels=1.0, head_bias="prior", advice="--lr 0.1"
+    )
+    assert alarm.see(phase, 1700.0, step=10, done=10, steps=10, labels=None) is None
 
 
 def test_role_is_refused_where_its_estimates_do_not_fit(monkeypatch):
