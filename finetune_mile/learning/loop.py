@@ -16,8 +16,7 @@ from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Batch, Pool
 from finetune_mile.learning.optim import set_rate
 from finetune_mile.learning.phases import Phase, after, drawn
-from finetune_mile.learning.roles import Roles, copy_into, snapshot
-from finetune_mile.learning.roles import State as Weights
+from finetune_mile.learning.roles import Roles, Weights, copy_into, snapshot
 from finetune_mile.learning.state import Decision, State, StepView
 from finetune_mile.learning.stores import LabelStore
 from finetune_mile.learning.targets import given_matrix

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from finetune_mile.learning.phases import Phase, Role
 
-State = dict[str, Tensor]
+Weights = dict[str, Tensor]
 
 
 @torch.no_grad()
@@ -20,7 +20,7 @@ def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> Non
         tensor.copy_(source[name])
 
 
-def snapshot(network: nn.Module) -> State:
+def snapshot(network: nn.Module) -> Weights:
     """A copy of a network's tensors that does not follow it."""
     return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
 
@@ -49,7 +49,7 @@ class Roles:
         self.teacher = teacher if teacher is not None else copy.deepcopy(learner) if imitates else None
         if self.teacher is not None:
             self.teacher.eval().requires_grad_(False)
-        self.states: dict[Role, State] = {role: snapshot(learner) for role in ("init", "student") if role in used}
+        self.states: dict[Role, Weights] = {role: snapshot(learner) for role in ("init", "student") if role in used}
 
     def weights(self, role: Role) -> Mapping[str, Tensor]:
         """The tensors of a role, not copied."""
@@ -67,15 +67,15 @@ class Roles:
         for role in phase.becomes:
             copy_into(self.weights(role), self.learner.state_dict())
 
-    def state_dict(self) -> dict[str, State]:
+    def state_dict(self) -> dict[str, Weights]:
         """All that cannot be derived, to be saved; a teacher from outside is loaded anew."""
-        saved: dict[str, State] = {"learner": dict(self.learner.state_dict())}
+        saved: dict[str, Weights] = {"learner": dict(self.learner.state_dict())}
         saved.update({str(role): tensors for role, tensors in self.states.items()})
         if self.teacher is not None and not self.brought:
             saved["teacher"] = dict(self.teacher.state_dict())
         return saved
 
-    def load_state_dict(self, saved: Mapping[str, State]) -> None:
+    def load_state_dict(self, saved: Mapping[str, Weights]) -> None:
         """Take back what `state_dict` gave."""
         for name, tensors in self.state_dict().items():
             copy_into(tensors, saved[name])

@@ -137,14 +137,14 @@ class Session:
     def probe(self, network: nn.Module) -> tuple[Tensor, Tensor]:
         """Logits and given labels of the labelled training images that every generation is looked at on."""
         labelled = self.pools.indices["labelled"]
-        picked = labelled[pick_probe(len(labelled), PROBE_IMAGES).numpy()]
-        logits = self.logits(network, self.pools.images, picked)
-        good = ~logits.isnan().all(1)
-        return logits[good], self.pools.images.given[torch.from_numpy(picked)][good]
+        return self._training_logits(network, labelled[pick_probe(len(labelled), PROBE_IMAGES).numpy()])
 
     def calibrate(self, network: nn.Module) -> tuple[Tensor, Tensor]:
         """Logits and given labels of the held-out images that `rho: auto` decides on."""
-        picked = self.pools.calibration
+        return self._training_logits(network, self.pools.calibration)
+
+    def _training_logits(self, network: nn.Module, picked: Indices) -> tuple[Tensor, Tensor]:
+        """Logits and given labels of some training images, without those that cannot be read."""
         logits = self.logits(network, self.pools.images, picked)
         good = ~logits.isnan().all(1)
         return logits[good], self.pools.images.given[torch.from_numpy(picked)][good]

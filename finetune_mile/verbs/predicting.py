@@ -14,7 +14,7 @@ from finetune_mile.config.layers import read_yaml
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.bad_images import allowed
 from finetune_mile.images.imageset import Data, ImageSet
-from finetune_mile.images.sources import load_data, split_name
+from finetune_mile.images.sources import load_data, scheme_and_place, split_name
 from finetune_mile.verbs.classifiers import Classifier, columns_for, open_classifier, run_folder
 
 if TYPE_CHECKING:
@@ -26,8 +26,13 @@ if TYPE_CHECKING:
 
 def recipe_of(folder: Path) -> dict[str, Any]:
     """The recipe of a run folder, or of the run that an export folder lies in; empty without one."""
-    path = next((p for p in (folder / "recipe.yaml", folder.parent / "recipe.yaml") if p.is_file()), None)
+    path = _file_of_run(folder, "recipe.yaml")
     return read_yaml(path) if path else {}
+
+
+def _file_of_run(folder: Path, name: str) -> Path | None:
+    """A file of a run folder, or of the run that an export folder lies in."""
+    return next((path for path in (folder / name, folder.parent / name) if path.is_file()), None)
 
 
 def how_sets_are_made(model: Init) -> dict[str, Any]:
@@ -123,9 +128,9 @@ def _same_place(one: str, other: str) -> bool:
     """Whether two values of --data name the same folder, one perhaps by a relative path."""
 
     def place(data: str) -> tuple[str, Path, str]:
-        scheme, colon, where = data.partition(":")
-        path, _, options = (where if colon else data).partition("?")
-        return scheme if colon else "folder", Path(path).resolve(), options
+        scheme, where = scheme_and_place(data)
+        path, _, options = where.partition("?")
+        return scheme, Path(path).resolve(), options
 
     return place(one) == place(other)
 
@@ -133,8 +138,7 @@ def _same_place(one: str, other: str) -> bool:
 def warn_of_training_images(images: ImageSet, model: Init) -> None:
     """Say that a run is scored on images that it was trained on: the number would be too good."""
     folder = run_folder(model)
-    places = [] if folder is None else [folder / "split.json", folder.parent / "split.json"]
-    split = next((path for path in places if path.is_file()), None)
+    split = None if folder is None else _file_of_run(folder, "split.json")
     if split is None:
         return
     trained = set(json.loads(split.read_text(encoding="utf-8")).get("ids", ()))

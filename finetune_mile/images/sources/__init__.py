@@ -33,11 +33,15 @@ MOST_GRIDS = 10**6  # of the demo
 PLACELESS = ("demo", "imagenet", *OF_MNIST)  # their name alone will do
 
 
+def scheme_and_place(data: str) -> tuple[str, str]:
+    """`folder:photos` is ("folder", "photos"); nothing is checked."""
+    scheme, colon, where = data.partition(":")
+    return (scheme, where) if colon or scheme in PLACELESS else ("folder", data)
+
+
 def split_name(data: str) -> tuple[str, str]:
     """`folder:photos` is ("folder", "photos"); a bare directory is a folder; what is neither raises."""
-    scheme, colon, where = data.partition(":")
-    if not colon and scheme not in PLACELESS:
-        scheme, where = "folder", data
+    scheme, where = scheme_and_place(data)
     if scheme not in SOURCES:
         known = [f"{name}:" for name in SOURCES]
         raise Problem(f"--data {data}: no source is called {scheme!r}; {did_you_mean(f'{scheme}:', known)}")
