@@ -11,16 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema, create_model, model_validator
 
 from finetune_mile.core.names import did_you_mean
-from finetune_mile.core.schema import (
-    LARGEST_BATCH,
-    MOST_STEPS,
-    MOST_WORKERS,
-    Amount,
-    Fraction,
-    Positive,
-    Section,
-    Seed,
-)
+from finetune_mile.core.schema import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, Amount, Fraction, Positive, Section, Seed
 from finetune_mile.methods import METHODS, Activation, Method, get_method, method_of
 from finetune_mile.methods.pseudo_labels import Rho
 

@@ -80,11 +80,7 @@ def decay_groups(
 
 
 def make_optimizer(
-    name: Literal["sgd", "adamw", "lars"],
-    groups: list[dict[str, object]],
-    *,
-    momentum: float,
-    nesterov: bool,
+    name: Literal["sgd", "adamw", "lars"], groups: list[dict[str, object]], *, momentum: float, nesterov: bool
 ) -> torch.optim.Optimizer:
     """SGD, AdamW (momentum is its first beta) or timm's LARS."""
     if name == "sgd":

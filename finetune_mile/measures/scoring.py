@@ -117,10 +117,7 @@ def _set_scores(
 
     best_is_true = metrics.top_1_in_set(logits, truth)
     found.facts |= {"images_with_set": float(known.sum()), "trivial_f1": 100 * metrics.constant_f1(truth[known])[0]}
-    found.samples |= {
-        "real_acc": percent(best_is_true),
-        "lrap": percent(metrics.ranking_precision(logits, truth)),
-    }
+    found.samples |= {"real_acc": percent(best_is_true), "lrap": percent(metrics.ranking_precision(logits, truth))}
     grid = metrics.threshold_grid()
     named = {f"{t:g}": t for t in (*THRESHOLDS, *more)} | ({"rho": rho} if rho is not None else {})
     thresholds = torch.cat([grid, torch.tensor(list(named.values()))]).unique()  # ascending

@@ -87,20 +87,10 @@ def loss_plot(records: list[dict[str, Any]]) -> Figure | None:
         return None
     figure, (axis,) = plot_figure(1, "training loss")
     figure.set_size_inches(9.2, 2.6)
-    for phase, colour, who in (
-        ("interaction", TEACHER, "interaction (T)"),
-        ("imitation", STUDENT, "imitation (S)"),
-    ):
+    for phase, colour, who in (("interaction", TEACHER, "interaction (T)"), ("imitation", STUDENT, "imitation (S)")):
         mine = [r for r in lines if r["phase"] == phase]
         if mine:
-            axis.plot(
-                [r["step"] for r in mine],
-                [r["loss"] for r in mine],
-                ".",
-                ms=3,
-                color=colour,
-                label=who,
-            )
+            axis.plot([r["step"] for r in mine], [r["loss"] for r in mine], ".", ms=3, color=colour, label=who)
     axis.plot([r["step"] for r in lines], [r["loss"] for r in lines], "-", lw=0.5, color=INK, alpha=0.4)
     axis.legend(frameon=False, fontsize=8)
     return figure
@@ -119,14 +109,7 @@ def generation_plot(records: list[dict[str, Any]]) -> Figure | None:
         axis.set_title(name, loc="left", fontsize=10)
         for role, colour in (("teacher", TEACHER), ("student", STUDENT)):
             mine = [r for r in looks if r["role"] == role and key in r]
-            axis.plot(
-                [r["step"] for r in mine],
-                [r[key] for r in mine],
-                "o-",
-                ms=3,
-                color=colour,
-                label=role,
-            )
+            axis.plot([r["step"] for r in mine], [r[key] for r in mine], "o-", ms=3, color=colour, label=role)
         axis.legend(frameon=False, fontsize=8)
     if labels:
         axes[-1].set_title("the teacher's labels", loc="left", fontsize=10)
@@ -174,12 +157,7 @@ def gallery(session: Session, logits: Tensor) -> list[dict[str, object]]:
         truth = None if val.truth is None else set(val.truth[index].nonzero().flatten().tolist())
         best = [c for c in row.argsort(descending=True).tolist() if row[c] > 0.25][:6]
         found = [
-            {
-                "name": classes[c],
-                "p": f"{row[c]:.2f}",
-                "right": None if truth is None else c in truth,
-            }
-            for c in best
+            {"name": classes[c], "p": f"{row[c]:.2f}", "right": None if truth is None else c in truth} for c in best
         ]
         given = val.given[index]
         names = [classes[int(given)]] if given.ndim == 0 else [classes[c] for c in given.nonzero().flatten().tolist()]

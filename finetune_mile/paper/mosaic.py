@@ -30,10 +30,7 @@ def load(where: str) -> Data:
     options = "&".join(f"{names[key]}={value}" for key, value in wanted.others.items())
     photos = folder.load(f"{wanted.place}?{options}" if options else wanted.place)
     sets = []
-    for number, name, images, count in (
-        (1, "train", photos.train, wanted.train),
-        (2, "val", photos.val, wanted.val),
-    ):
+    for number, name, images, count in ((1, "train", photos.train, wanted.train), (2, "val", photos.val, wanted.val)):
         sets.append(
             make_grids(
                 small_photos(images, wanted.cell), images.given.numpy(), np.arange(len(images)), count,

@@ -29,13 +29,7 @@ class Display:
                 TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn(), console=self.console,
             )  # fmt: skip
             self._task = self._bar.add_task(
-                "",
-                total=total_steps,
-                completed=first_step,
-                phase="start",
-                generation=0,
-                speed=0.0,
-                loss="-",
+                "", total=total_steps, completed=first_step, phase="start", generation=0, speed=0.0, loss="-"
             )
         self._last = time.monotonic()
         self._began, self._first = self._last, first_step
@@ -46,10 +40,7 @@ class Display:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
@@ -66,14 +57,7 @@ class Display:
         """Move on."""
         shown = "-" if loss is None else f"{loss:.3f}"
         if self._bar is not None:
-            self._bar.update(
-                self._task,
-                completed=step,
-                phase=phase,
-                generation=generation,
-                speed=speed,
-                loss=shown,
-            )
+            self._bar.update(self._task, completed=step, phase=phase, generation=generation, speed=speed, loss=shown)
         elif time.monotonic() - self._last > PLAIN_SECONDS or step == self.total:
             self._last = time.monotonic()
             pace = (self._last - self._began) / max(step - self._first, 1)

@@ -79,14 +79,7 @@ def _threads() -> int:
 def settings_table(recipe: BaseModel, said_by: Mapping[str, str], sources: Mapping[str, str]) -> Table:
     """Every setting, its value, who said so, and where it is from."""
     table = Table(
-        "setting",
-        "value",
-        "said by",
-        "source",
-        title="recipe",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
+        "setting", "value", "said by", "source", title="recipe", title_justify="left", box=None, pad_edge=False
     )
     for dotted, leaf in flat(recipe.model_dump(mode="json")).items():
         shown = yaml.safe_dump(leaf, default_flow_style=True).removesuffix("...\n").strip()

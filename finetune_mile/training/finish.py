@@ -19,12 +19,7 @@ LABEL_BATCH = 65536  # rows written at once
 
 
 def write_labels(
-    path: Path,
-    ids: list[str],
-    given: Tensor,
-    probabilities: Tensor,
-    classes: tuple[str, ...],
-    threshold: float,
+    path: Path, ids: list[str], given: Tensor, probabilities: Tensor, classes: tuple[str, ...], threshold: float
 ) -> None:
     """labels.parquet: for each image its given label, the labels found, and their probabilities.
 

@@ -165,18 +165,9 @@ class Watch:
             evaluate: scores of the learner on validation images.
             probe: the learner's logits (n, C) on the probe images, and their given labels.
         """
-        self.accelerator, self.folder, self.display, self.signals = (
-            accelerator,
-            folder,
-            display,
-            signals,
-        )
+        self.accelerator, self.folder, self.display, self.signals = (accelerator, folder, display, signals)
         self.plan, self.alarm, self.method, self.num_classes = plan, alarm, method, num_classes
-        self.log_every, self.checkpoint_every, self.evaluate_every = (
-            log_every,
-            checkpoint_every,
-            evaluate_every,
-        )
+        self.log_every, self.checkpoint_every, self.evaluate_every = (log_every, checkpoint_every, evaluate_every)
         self.save, self.evaluate, self.probe = save, evaluate, probe
         self.probe_labels: Tensor | None = None
         self.label_report: LabelReport | None = None

@@ -33,10 +33,7 @@ from finetune_mile.training.session import Session
 def open_folder(session: Session, path: Path, report: LoadReport, *, resume: bool, overwrite: bool) -> RunFolder:
     """The run folder with all that is known before the first step; the first process makes or completes it."""
     recipe, accelerator = session.recipe, session.accelerator
-    notes = {
-        "init.json": report.to_json,
-        "split.json": lambda: session.pools.to_json(recipe.fraction, recipe.seed),
-    }
+    notes = {"init.json": report.to_json, "split.json": lambda: session.pools.to_json(recipe.fraction, recipe.seed)}
     facts = {"card": session.card.model_dump(mode="json")}
     return open_on_main(accelerator, path, to_yaml(recipe), notes, facts, resume=resume, overwrite=overwrite)
 

@@ -58,10 +58,6 @@ def zip_file(pickled: bytes, records: dict[str, bytes] | None = None, **options)
 
 
 def legacy_file(pickled: bytes, keys: list[str] | None = None, tail: bytes = b"") -> bytes:
-    parts = [
-        LEGACY_MAGIC,
-        1001,
-        {"protocol_version": 1001, "little_endian": True, "type_sizes": {}},
-    ]
+    parts = [LEGACY_MAGIC, 1001, {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}]
     head = b"".join(pickle.dumps(part, 2) for part in parts)
     return head + pickled + pickle.dumps(keys or [], 2) + tail

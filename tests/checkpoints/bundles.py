@@ -9,15 +9,7 @@ import numpy as np
 
 from finetune_mile.checkpoints.readers.wire import TABLE_MAGIC, masked_crc
 
-TYPES = {
-    "float32": 1,
-    "float64": 2,
-    "int32": 3,
-    "int64": 9,
-    "bool": 10,
-    "float16": 19,
-    "bfloat16": 14,
-}
+TYPES = {"float32": 1, "float64": 2, "int32": 3, "int64": 9, "bool": 10, "float16": 19, "bfloat16": 14}
 
 
 def varint(value: int) -> bytes:
@@ -108,11 +100,7 @@ def string_tensor(value: bytes) -> bytes:
 
 
 def write_bundle(
-    prefix: Path,
-    arrays: dict[str, np.ndarray],
-    *,
-    full_names: dict[str, str] | None = None,
-    shards: int = 1,
+    prefix: Path, arrays: dict[str, np.ndarray], *, full_names: dict[str, str] | None = None, shards: int = 1
 ) -> None:
     """An honest checkpoint: variables in turn over the shards, and an object graph if wanted."""
     data = [b""] * shards

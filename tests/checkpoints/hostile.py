@@ -15,19 +15,7 @@ from pathlib import Path
 import bundles
 import numpy as np
 import torch
-from assembling import (
-    LEGACY_MAGIC,
-    call,
-    glob,
-    in_dict,
-    integers,
-    legacy_file,
-    proto2,
-    storage,
-    tensor,
-    text,
-    zip_file,
-)
+from assembling import LEGACY_MAGIC, call, glob, in_dict, integers, legacy_file, proto2, storage, tensor, text, zip_file
 from hostile_pickles import acting_calls, pickle_bodies
 
 

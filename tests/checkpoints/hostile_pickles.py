@@ -27,10 +27,7 @@ def _system_calls(canary: Path) -> Named:
         "compile": ("builtins.compile", code + text("x") + text("exec")),
         "type": ("builtins.type", text("X") + b")}"),
         "popen": ("subprocess.Popen", b"]" + shell + b"a"),
-        "check_output": (
-            "subprocess.check_output",
-            b"]" + text("touch") + b"a" + text(str(canary)) + b"a",
-        ),
+        "check_output": ("subprocess.check_output", b"]" + text("touch") + b"a" + text(str(canary)) + b"a"),
         "py2_commands": ("commands.getoutput", shell),
         "runpy": ("runpy.run_path", text(str(canary))),
         "import_module": ("importlib.import_module", text("os")),
@@ -94,14 +91,8 @@ def _detours(canary: Path) -> Named:
     os_module = call(glob("builtins", "__import__"), text("os"))
     made: Named = {}
     getattr_ = glob("builtins", "getattr")
-    made["getattr_chain"] = (
-        "builtins.getattr",
-        call(call(getattr_, os_module, text("system")), shell),
-    )
-    made["getattr_stub"] = (
-        "builtins.getattr",
-        call(getattr_, glob("mylab", "Net"), text("__init__")),
-    )
+    made["getattr_chain"] = ("builtins.getattr", call(call(getattr_, os_module, text("system")), shell))
+    made["getattr_stub"] = ("builtins.getattr", call(getattr_, glob("mylab", "Net"), text("__init__")))
     nested = call(glob("mylab", "Net"), call(glob("mylab", "Net"), call(glob("os", "system"), shell)))
     made["nested_reducers"] = ("os.system", nested)
     made["stub_state"] = (
@@ -109,10 +100,7 @@ def _detours(canary: Path) -> Named:
         call(glob("mylab", "Net")) + b"}" + text("__setstate__") + glob("os", "system") + b"sb",
     )
     made["stack_global"] = ("os.system", text("os") + text("system") + b"\x93(" + shell + b"tR")
-    made["stack_global_dotted"] = (
-        "mylab.os.system",
-        text("mylab") + text("os.system") + b"\x93(" + shell + b"tR",
-    )
+    made["stack_global_dotted"] = ("mylab.os.system", text("mylab") + text("os.system") + b"\x93(" + shell + b"tR")
     return made
 
 
@@ -124,26 +112,16 @@ def _opcodes(canary: Path) -> Named:
     made["obj"] = ("os.system", b"(" + glob("os", "system") + shell + b"o")
     made["newobj"] = ("subprocess.Popen", glob("subprocess", "Popen") + b"(" + shell + b"t\x81")
     made["newobj_ex"] = ("subprocess.Popen", glob("subprocess", "Popen") + b"(" + shell + b"t}\x92")
-    made["default_factory"] = (
-        "os.getpid",
-        call(glob("collections", "defaultdict"), glob("os", "getpid")),
-    )
+    made["default_factory"] = ("os.getpid", call(glob("collections", "defaultdict"), glob("os", "getpid")))
     made["reconstructor"] = (
         "os._wrap_close",
         call(glob("copyreg", "_reconstructor"), glob("os", "_wrap_close"), b"NN"),
     )
     made["rebuild_from_type"] = (
         "os.system",
-        call(
-            glob("torch._tensor", "_rebuild_from_type_v2"),
-            glob("os", "system"),
-            b"N(" + shell + b"tN",
-        ),
+        call(glob("torch._tensor", "_rebuild_from_type_v2"), glob("os", "system"), b"N(" + shell + b"tN"),
     )
-    made["codec"] = (
-        "_codecs.encode",
-        call(glob("_codecs", "encode"), text("x"), text("zip")),
-    )
+    made["codec"] = ("_codecs.encode", call(glob("_codecs", "encode"), text("x"), text("zip")))
     return made
 
 

@@ -78,14 +78,7 @@ def as_generator(tensors: Tensors) -> Tensors:
 def as_separius(tensors: Tensors, *, sk: bool) -> Tensors:
     """The PyTorch port of SimCLR-v2 (formats.md 1.4)."""
     if sk:
-        stem = {
-            "conv1.0": "0",
-            "conv1.1": "1.0",
-            "conv1.3": "2",
-            "conv1.4": "3.0",
-            "conv1.6": "4",
-            "bn1": "5.0",
-        }
+        stem = {"conv1.0": "0", "conv1.1": "1.0", "conv1.3": "2", "conv1.4": "3.0", "conv1.6": "4", "bn1": "5.0"}
         block = {
             "conv1": "net.0", "bn1": "net.1.0", "conv2.conv": "net.2.main_conv.0",
             "conv2.bn": "net.2.main_conv.1.0", "conv2.down": "net.2.mixing_conv.0",
@@ -118,12 +111,7 @@ def as_detectron2(tensors: Tensors) -> Tensors:
     return result
 
 
-TF_LEAVES = {
-    "weight": "gamma",
-    "bias": "beta",
-    "running_mean": "moving_mean",
-    "running_var": "moving_variance",
-}
+TF_LEAVES = {"weight": "gamma", "bias": "beta", "running_mean": "moving_mean", "running_var": "moving_variance"}
 
 
 def as_tensorflow(tensors: Tensors, *, scope: str = "base_model/") -> Tensors:
@@ -134,12 +122,7 @@ def as_tensorflow(tensors: Tensors, *, scope: str = "base_model/") -> Tensors:
         found = re.fullmatch(r"layer(\d)\.(\d+)\.(.+)", module)
         if not found:
             return (0, 0, 0, modules.index(module))
-        return (
-            int(found[1]),
-            int(found[2]),
-            0 if "downsample" in found[3] else 1,
-            modules.index(module),
-        )
+        return (int(found[1]), int(found[2]), 0 if "downsample" in found[3] else 1, modules.index(module))
 
     convs = sorted((m for m in modules if tensors[f"{m}.weight"].ndim == 4), key=made)
     norms = sorted((m for m in modules if tensors[f"{m}.weight"].ndim == 1), key=made)

@@ -127,11 +127,7 @@ def from_torchvision(folder: Path) -> None:
         features = network.eval()(images)
     expected = {f"x_{ODD}": images.numpy(), f"features_{ODD}": features.numpy()}
     ours = dict(network.state_dict())
-    save(
-        folder / "separius_sk0",
-        {"resnet": solid(as_separius(ours, sk=False)), "head": {}},
-        expected,
-    )
+    save(folder / "separius_sk0", {"resnet": solid(as_separius(ours, sk=False)), "head": {}}, expected)
     plain = {name: tensor for name, tensor in ours.items() if "num_batches" not in name}
     arrays = {name: tensor.contiguous().numpy() for name, tensor in as_tensorflow(plain).items()}
     write_bundle(folder / "simclr_tf1_sk0" / "model.ckpt-1", arrays, shards=16)

@@ -50,12 +50,7 @@ def _byol() -> Contents:
     params |= {"predictor/linear_1": {"w": light("", (64, 32))}}
     params |= {"classifier": {"w": light("", (512, 10)), "b": light("", (10,))}}
     target = as_haiku(trunk("resnet18-proj", counters=False))
-    experiment = {
-        "online_params": params,
-        "online_state": state,
-        "target_params": target[0],
-        "target_state": target[1],
-    }
+    experiment = {"online_params": params, "online_state": state, "target_params": target[0], "target_state": target[1]}
     return Contents(container="pickle", tree={"experiment_state": experiment, "step": 1})
 
 
@@ -131,13 +126,7 @@ def _tonylins() -> Contents:
 
 
 def _own() -> Contents:
-    config = {
-        "arch": "resnet-demo",
-        "padding": "torch",
-        "mean": [0, 0, 0],
-        "std": [1, 1, 1],
-        "size": 32,
-    }
+    config = {"arch": "resnet-demo", "padding": "torch", "mean": [0, 0, 0], "std": [1, 1, 1], "size": 32}
     tensors = trunk("resnet-demo") | linear("fc", 128, 10)
     return flat(tensors, "safetensors", finetune_mile=json.dumps(config))
 
@@ -153,18 +142,13 @@ SAMPLES: dict[str, Callable[[], Contents]] = {
     "separius-sk": lambda: _separius("resnet50-sk", sk=True),
     "detectron2": lambda: Contents(
         container="pickle",
-        tree={
-            "model": as_detectron2(trunk("resnet50")),
-            "__author__": "MOCO",
-            "matching_heuristics": True,
-        },
+        tree={"model": as_detectron2(trunk("resnet50")), "__author__": "MOCO", "matching_heuristics": True},
     ),
     "moco": _moco,
     "moco-v3": _moco_v3,
     "swav": _swav,
     "paws": lambda: torch_file(
-        encoder=under("module.", trunk("resnet50") | linear("fc.fc1", 2048, 128) | linear("pred.0", 128, 8)),
-        epoch=1,
+        encoder=under("module.", trunk("resnet50") | linear("fc.fc1", 2048, 128) | linear("pred.0", 128, 8)), epoch=1
     ),
     "dino": _dino,
     "mile": lambda: _mile(trunk("resnet18"), 512),

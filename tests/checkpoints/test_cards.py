@@ -9,12 +9,7 @@ import pytest
 import yaml
 
 import finetune_mile
-from finetune_mile.checkpoints.cards import (
-    Card,
-    find_card,
-    list_cards,
-    read_card,
-)
+from finetune_mile.checkpoints.cards import Card, find_card, list_cards, read_card
 from finetune_mile.checkpoints.init import parse_init
 from finetune_mile.core.download import RemoteFile
 from finetune_mile.core.places import shipped
@@ -94,8 +89,7 @@ def test_no_card_needs_a_login(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["http://example.com/a.pth", "ftp://example.com/a.pth", "file:///etc/passwd", "gs://bucket/a"],
+    "url", ["http://example.com/a.pth", "ftp://example.com/a.pth", "file:///etc/passwd", "gs://bucket/a"]
 )
 def test_only_https_is_fetched(url: str) -> None:
     with pytest.raises(ValueError, match="only https"):
@@ -126,14 +120,7 @@ def test_an_unknown_name_is_answered_with_near_ones() -> None:
 def test_parse_init(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "model.ckpt-1.index").write_bytes(b"")
-    for fine in (
-        "none",
-        "mocov2",
-        "mocov2-800ep",
-        "simclrv2-sk1::ema_model",
-        "timm:resnet50",
-        "hf:owner/name",
-    ):
+    for fine in ("none", "mocov2", "mocov2-800ep", "simclrv2-sk1::ema_model", "timm:resnet50", "hf:owner/name"):
         parse_init(fine)
     assert parse_init(str(tmp_path / "model.ckpt-1")).kind == "tensorflow"
     for wrong, why in {

@@ -11,17 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from making import (
-    as_children,
-    as_separius,
-    as_tensorflow,
-    flat,
-    light,
-    linear,
-    torch_file,
-    trunk,
-    under,
-)
+from making import as_children, as_separius, as_tensorflow, flat, light, linear, torch_file, trunk, under
 from torch import Tensor
 
 from finetune_mile.checkpoints.architecture import Marks, read_arch
@@ -179,12 +169,7 @@ def test_solo_learns_cifar_stem_has_its_padding(mark: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "extra",
-    [
-        {},
-        linear("projector.0", 512, 64),
-        under("momentum_backbone.", trunk("resnet18-cifar")),
-    ],
+    "extra", [{}, linear("projector.0", 512, 64), under("momentum_backbone.", trunk("resnet18-cifar"))]
 )
 @pytest.mark.parametrize("choice", [None, "state_dict/backbone", "state_dict/encoder"])
 def test_common_names_do_not_make_a_file_solo_learns(extra: dict[str, Tensor], choice: str | None) -> None:
@@ -270,15 +255,9 @@ def test_what_is_beside_the_backbone_is_dropped(name: str) -> None:
     [
         (torch_file(epoch=3), "no tensor"),
         (flat(linear("a.b", 3, 4)), "no format we know"),
-        (
-            flat({n: t for n, t in trunk("resnet50").items() if not n.startswith("layer3.5")}),
-            "none that we know",
-        ),
+        (flat({n: t for n, t in trunk("resnet50").items() if not n.startswith("layer3.5")}), "none that we know"),
         (torch_file(type="shard_list", classy_state_dict={}), "shards"),
-        (
-            Contents(container="tf-checkpoint", tree={"a/kernel": light("", (2, 2))}),
-            "no format we know",
-        ),
+        (Contents(container="tf-checkpoint", tree={"a/kernel": light("", (2, 2))}), "no format we know"),
     ],
 )
 def test_what_is_no_trunk_is_refused(contents: Contents, sentence: str) -> None:
@@ -327,15 +306,9 @@ def classy(tensors: dict[str, Tensor]) -> Contents:
         (flat(vissl("_feature_blocks.")), "vissl"),
         (flat(vissl("")), "torchvision"),
         (flat(under("module.", vissl("") | linear("prototypes.prototypes0", 128, 30))), "swav"),
-        (
-            torch_file(state_dict=under("module.", vissl("") | linear("fc", 512, 9)), amp={}),
-            "torchvision",
-        ),
+        (torch_file(state_dict=under("module.", vissl("") | linear("fc", 512, 9)), amp={}), "torchvision"),
         (flat(under("module.", trunk("resnet50w4") | linear("prototypes", 128, 30))), "swav"),
-        (
-            torch_file(state_dict=under("encoder.", vissl("")) | linear("classifier", 512, 9)),
-            "solo-learn",
-        ),
+        (torch_file(state_dict=under("encoder.", vissl("")) | linear("classifier", 512, 9)), "solo-learn"),
     ],
 )
 def test_layouts(contents: Contents, format: str) -> None:
@@ -345,20 +318,8 @@ def test_layouts(contents: Contents, format: str) -> None:
 def test_solo_learns_methods() -> None:
     """What the methods save beside their trunk is known and dropped; anything else is not."""
     backbone = under("backbone.", trunk("resnet18")) | under("momentum_backbone.", trunk("resnet18"))
-    extras = (
-        "queue",
-        "queue_ptr",
-        "queue_y",
-        "prototypes.weight_g",
-        "prototypes.0.weight",
-        "head.mlp.0.weight",
-    )
-    extras += (
-        "momentum_head.x",
-        "dino_loss_func.center",
-        "local_memory_index",
-        "momentum_classifier.bias",
-    )
+    extras = ("queue", "queue_ptr", "queue_y", "prototypes.weight_g", "prototypes.0.weight", "head.mlp.0.weight")
+    extras += ("momentum_head.x", "dino_loss_func.center", "local_memory_index", "momentum_classifier.bias")
     state = backbone | {name: light("", (3,)) for name in (*extras, "projector.0.weight", "predictor.1.bias")}
     report = open_it(torch_file(state_dict=state)).report
     assert set(extras) < set(report.dropped)

@@ -37,10 +37,7 @@ def test_out_and_in_again_is_bit_equal(tmp_path: Path) -> None:
     network, _, _ = load("none", arch="resnet-demo")
     run = tmp_path / "run"
     write_export(run / "export", network, CONFIG)
-    assert sorted(p.name for p in (run / "export").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
+    assert sorted(p.name for p in (run / "export").iterdir()) == ["config.json", "model.safetensors"]
     images = torch.rand(2, 3, 32, 32)
     expected = network.eval()(images)
     alone = tmp_path / "weights.safetensors"
@@ -48,11 +45,7 @@ def test_out_and_in_again_is_bit_equal(tmp_path: Path) -> None:
     for init in (run, run / "export", run / "export" / "model.safetensors", alone):
         again, card, report = load(init, keep_head="fc")
         assert torch.equal(again.eval()(images), expected)
-        assert (report.format, report.padding, report.arch) == (
-            "finetune-mile",
-            "tf",
-            "resnet-demo",
-        )
+        assert (report.format, report.padding, report.arch) == ("finetune-mile", "tf", "resnet-demo")
         assert card.preprocess.mean == (0.1, 0.2, 0.3)
         assert card.preprocess.size == 32
     assert json.loads((run / "export" / "config.json").read_text())["classes"][0] == "a"
@@ -158,10 +151,7 @@ def test_timm_loads_what_we_write_for_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [
-        ({"padding": "tf"}, "padding"),
-        ({"arch": "resnet50-sk", "padding": "torch"}, "timm has no resnet50-sk"),
-    ],
+    [({"padding": "tf"}, "padding"), ({"arch": "resnet50-sk", "padding": "torch"}, "timm has no resnet50-sk")],
 )
 def test_what_timm_cannot_compute_is_not_written(tmp_path: Path, change: dict[str, str], why: str) -> None:
     network, _, _ = load("none", arch="resnet-demo")

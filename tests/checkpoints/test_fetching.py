@@ -247,11 +247,7 @@ def zipped(members: dict[str, bytes]) -> bytes:
 
 
 def test_a_zip_is_unpacked_flat(site: Site, tmp_path: Path) -> None:
-    members = {
-        "../../model.ckpt-1.index": b"index",
-        "deep/model.ckpt-1.data": b"data",
-        "readme": b"no",
-    }
+    members = {"../../model.ckpt-1.index": b"index", "deep/model.ckpt-1.data": b"data", "readme": b"no"}
     site.files["/w.zip"] = zipped(members)
     subject = card(site, urls=(f"{site.url}/w.zip",), unpack="model.ckpt-1", file="model.ckpt-1.index")
     assert fetch(subject).read_bytes() == b"index"

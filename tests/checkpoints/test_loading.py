@@ -141,11 +141,7 @@ def test_classifiers_that_have_seen_labels_are_dropped_by_name(format: str, name
 def test_moco_v1s_embedding_is_no_classifier() -> None:
     state = under("module.encoder_q.", trunk("resnet50") | linear("fc", 2048, 128))
     opened = open_contents(
-        torch_file(state_dict=state),
-        Located(path=Path("x"), name="x"),
-        choice=None,
-        arch=None,
-        head_from=0,
+        torch_file(state_dict=state), Located(path=Path("x"), name="x"), choice=None, arch=None, head_from=0
     )
     assert opened.classifier == {}
     assert "encoder_q.fc.weight" in opened.report.dropped

@@ -121,9 +121,7 @@ def test_simclr_v2_in_other_forms(kind: str, simclr: dict[str, Tensor]) -> None:
         numbered = as_tensorflow(ours, scope="")
         last = {key: "/".join(name.split("/")[-2:]) for key, name in full.items() if name.startswith("resnet/")}
         contents = Contents(
-            container="tf-savedmodel",
-            tree={key: numbered[short] for key, short in last.items()},
-            full_names=full,
+            container="tf-savedmodel", tree={key: numbered[short] for key, short in last.items()}, full_names=full
         )
     opened = open_contents(contents, HERE, choice=choice, arch=None, head_from=0)
     if kind == "prefix":  # a bare trunk does not say its padding: selective kernels do

@@ -134,15 +134,7 @@ def many_things() -> dict[str, object]:
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1).state_dict(),
         "ordered": collections.OrderedDict(a=torch.zeros(1)),
-        "nested": [
-            1,
-            (2, {"x": torch.ones(1)}),
-            {3, 4},
-            b"bytes",
-            bytearray(b"more"),
-            None,
-            1 + 2j,
-        ],
+        "nested": [1, (2, {"x": torch.ones(1)}), {3, 4}, b"bytes", bytearray(b"more"), None, 1 + 2j],
         "text": "ß" * 70_000,
         "long": b"\xff" * 70_000,
         "integer": 2**80,
@@ -221,10 +213,7 @@ def test_tensors_may_be_written_to_but_not_the_file(tmp_path):
 def test_unaligned_archive(tmp_path):
     """An archive that another tool has packed anew has no padding."""
     torch.save({"a": torch.arange(5.0), "b": torch.ones(3)}, tmp_path / "x.pth")
-    with (
-        zipfile.ZipFile(tmp_path / "x.pth") as old,
-        zipfile.ZipFile(tmp_path / "y.pth", "w") as new,
-    ):
+    with zipfile.ZipFile(tmp_path / "x.pth") as old, zipfile.ZipFile(tmp_path / "y.pth", "w") as new:
         for entry in old.infolist():
             new.writestr(entry.filename, old.read(entry))
     assert_same(read(tmp_path / "y.pth").tree, {"a": torch.arange(5.0), "b": torch.ones(3)})

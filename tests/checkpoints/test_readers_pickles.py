@@ -80,11 +80,7 @@ def _official_byol(monkeypatch, haiku: str, jax: tuple[str, str], tree) -> bytes
 
 @pytest.mark.parametrize("haiku", ["FlatMapping", "FlatMap", "frozendict"])
 @pytest.mark.parametrize(
-    "jax",
-    [
-        ("jax._src.array", "_reconstruct_array"),
-        ("jax._src.device_array", "reconstruct_device_array"),
-    ],
+    "jax", [("jax._src.array", "_reconstruct_array"), ("jax._src.device_array", "reconstruct_device_array")]
 )
 @pytest.mark.parametrize("old_numpy", [True, False])
 def test_official_byol(tmp_path, monkeypatch, haiku, jax, old_numpy):

@@ -201,10 +201,7 @@ def test_solo_learns_mocov3_vit_small_has_12_heads(order: str, marked: bool, hea
 
 @pytest.mark.parametrize("name", ["lightly_cifar_simclr", "bolts_simclr_stl10"])
 def test_an_export_keeps_what_no_tensor_shows(
-    name: str,
-    build: Build,
-    assert_as_upstream: Callable[[nn.Module, str], None],
-    capsys: pytest.CaptureFixture[str],
+    name: str, build: Build, assert_as_upstream: Callable[[nn.Module, str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = build(name)
     assert main(["weights", "convert", str(path), str(path.parent / "own")]) == 0

@@ -12,14 +12,7 @@ from finetune_mile.checkpoints.adapters.adapter import Adapter, InsideBackbone, 
 from finetune_mile.checkpoints.adapters.byol import BYOL, BYOL_CONVERT
 from finetune_mile.checkpoints.adapters.lightly import LIGHTLY, LIGHTLY_BENCHMARK, LIGHTLY_GENERATOR
 from finetune_mile.checkpoints.adapters.moco import MOCO, MOCO_V3
-from finetune_mile.checkpoints.adapters.others import (
-    DETECTRON2,
-    DINO,
-    MILE,
-    MILE_SIMCLRV2,
-    MILE_SIMCLRV2_SK,
-    PAWS,
-)
+from finetune_mile.checkpoints.adapters.others import DETECTRON2, DINO, MILE, MILE_SIMCLRV2, MILE_SIMCLRV2_SK, PAWS
 from finetune_mile.checkpoints.adapters.own import OWN
 from finetune_mile.checkpoints.adapters.plain import TONYLINS, TORCHVISION, VIT
 from finetune_mile.checkpoints.adapters.separius import SEPARIUS, SEPARIUS_SK

@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from finetune_mile.checkpoints.adapters.adapter import (
-    Adapter,
-    UnknownKey,
-    Vocabulary,
-    below,
-    state_dict_of,
-    tops,
-)
-from finetune_mile.checkpoints.adapters.vocabularies import (
-    generator,
-    sequential,
-    torchvision_or_vit,
-)
+from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, Vocabulary, below, state_dict_of, tops
+from finetune_mile.checkpoints.adapters.vocabularies import generator, sequential, torchvision_or_vit
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.readers import Contents

@@ -124,11 +124,7 @@ def _mile(vocabulary: Vocabulary, says: str, padding: Padding) -> Adapter:
         return f"backbone.module.* in {says}" if len(stages) > 5 else None
 
     return Adapter(
-        recognise=recognise,
-        unwrap=_mile_model,
-        rename=_rename_mile(vocabulary),
-        method="mile",
-        padding=padding,
+        recognise=recognise, unwrap=_mile_model, rename=_rename_mile(vocabulary), method="mile", padding=padding
     )
 
 

@@ -35,10 +35,7 @@ def _recognise(contents: Contents, sk: bool) -> str | None:
 def _rename_with(vocabulary: Vocabulary) -> Callable[[str], str | None]:
     def rename(key: str) -> str | None:
         part, _, inner = key.partition("/")
-        if part == "resnet" and inner in (
-            "fc.weight",
-            "fc.bias",
-        ):  # linear evaluation: 100 % of the labels
+        if part == "resnet" and inner in ("fc.weight", "fc.bias"):  # linear evaluation: 100 % of the labels
             return inner
         name = vocabulary(inner) if part == "resnet" else None
         if name is not None:

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from finetune_mile.checkpoints.adapters.adapter import (
-    UNIT_RANGE,
-    Adapter,
-    Tensors,
-    UnknownKey,
-    tensors_of,
-)
+from finetune_mile.checkpoints.adapters.adapter import UNIT_RANGE, Adapter, Tensors, UnknownKey, tensors_of
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import Arch, parse_arch
 
@@ -31,12 +25,7 @@ _ARCHS = (
     *("resnet18-proj", "resnet34-proj", "resnet50", "resnet101", "resnet152", "resnet200"),
     *("resnet50-sk", "resnet101-sk", "resnet152-sk", "resnet200-sk"),
 )
-_LEAVES = {
-    "gamma": "weight",
-    "beta": "bias",
-    "moving_mean": "running_mean",
-    "moving_variance": "running_var",
-}
+_LEAVES = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
 _NUMBERED = re.compile(
     r"(?:base_model|resnet)/(?:.*/)?(conv2d|batch_normalization)(?:_(\d+))?/(kernel|gamma|beta|moving_mean|moving_variance)"
 )

@@ -30,10 +30,4 @@ def _rename(key: str) -> str | None:
     return name
 
 
-SWAV = Adapter(
-    recognise=_recognise,
-    unwrap=state_dict_of,
-    rename=_rename,
-    method="swav",
-    preprocess=SWAV_PREPROCESS,
-)
+SWAV = Adapter(recognise=_recognise, unwrap=state_dict_of, rename=_rename, method="swav", preprocess=SWAV_PREPROCESS)

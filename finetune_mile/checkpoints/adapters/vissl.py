@@ -14,11 +14,7 @@ from finetune_mile.checkpoints.adapters.adapter import (
     state_dict_of,
     tensors_of,
 )
-from finetune_mile.checkpoints.adapters.vocabularies import (
-    separius,
-    separius_sk,
-    torchvision_or_vit,
-)
+from finetune_mile.checkpoints.adapters.vocabularies import separius, separius_sk, torchvision_or_vit
 from finetune_mile.core.problems import Problem
 
 if TYPE_CHECKING:

@@ -26,14 +26,7 @@ _INERT = frozenset(
         *(f"typing.{name}" for name in ["Any", "Dict", "List", "Optional", "Sequence", "Tuple", "Union"]),
         *(
             f"pathlib.{name}"
-            for name in [
-                "Path",
-                "PosixPath",
-                "PurePath",
-                "PurePosixPath",
-                "PureWindowsPath",
-                "WindowsPath",
-            ]
+            for name in ["Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"]
         ),
     }
 )

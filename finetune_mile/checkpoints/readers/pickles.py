@@ -42,13 +42,7 @@ class Machine:
     """
 
     def __init__(
-        self,
-        file: MappedFile,
-        start: int,
-        end: int,
-        *,
-        allowance: Allowance,
-        find_storage: FindStorage = no_storage,
+        self, file: MappedFile, start: int, end: int, *, allowance: Allowance, find_storage: FindStorage = no_storage
     ) -> None:
         self.cursor = Cursor(file, start, end)
         self.stubs: set[str] = set()

@@ -279,9 +279,5 @@ KNOWN = (
     REBUILDERS.keys()
     | STORAGES.keys()
     | DTYPES.keys()
-    | {
-        "numpy.ndarray",
-        "torch.Tensor",
-        "torch.nn.parameter.Parameter",
-    }
+    | {"numpy.ndarray", "torch.Tensor", "torch.nn.parameter.Parameter"}
 )

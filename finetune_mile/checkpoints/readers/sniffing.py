@@ -11,19 +11,13 @@ from finetune_mile.checkpoints.readers.wire import TABLE_MAGIC
 _LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c, pickled
 _PAGE = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")
 _ELSE: tuple[tuple[bytes, str], ...] = (
-    (
-        b"\x1f\x8b",
-        "is compressed by gzip; unpack it (`gunzip`, or `tar xf`) and give what is inside",
-    ),
+    (b"\x1f\x8b", "is compressed by gzip; unpack it (`gunzip`, or `tar xf`) and give what is inside"),
     (b"\x28\xb5\x2f\xfd", "is compressed by zstandard; unpack it (`zstd -d --long=27`) first"),
     (b"BZh", "is compressed by bzip2; unpack it (`bunzip2`) first"),
     (b"\xfd7zXZ", "is compressed by xz; unpack it (`unxz`) first"),
     (b"7z\xbc\xaf", "is a 7-zip archive; unpack it first"),
     (b"Rar!", "is a RAR archive; unpack it first"),
-    (
-        b"version https://git-lfs",
-        "is a git-LFS pointer, not the weights; run `git lfs pull` where it was cloned",
-    ),
+    (b"version https://git-lfs", "is a git-LFS pointer, not the weights; run `git lfs pull` where it was cloned"),
     (b"\x89HDF", "is an HDF5 file (Keras .h5), which is not read; save a TensorFlow checkpoint"),
     (b"\x93NUMPY", "is a single numpy array, not a dict of tensors"),
     (b"PK\x05\x06", "is an empty zip file; fetch it again"),

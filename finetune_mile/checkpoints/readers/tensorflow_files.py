@@ -16,15 +16,7 @@ import torch
 from finetune_mile.checkpoints.readers.arrays import check_shape, count_items
 from finetune_mile.checkpoints.readers.contents import Contents, Refused
 from finetune_mile.checkpoints.readers.mapped import MappedFile
-from finetune_mile.checkpoints.readers.wire import (
-    TABLE_MAGIC,
-    message,
-    raw,
-    table,
-    text,
-    varint,
-    whole,
-)
+from finetune_mile.checkpoints.readers.wire import TABLE_MAGIC, message, raw, table, text, varint, whole
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
