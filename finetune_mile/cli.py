@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from finetune_mile.core.names import did_you_mean
-from finetune_mile.core.problems import Problem, tell
+from finetune_mile.core.problems import Problem, did_you_mean, tell
 
 # Verb: (module with main(argv) -> exit code, what it does).
 VERBS: dict[str, tuple[str, str]] = {

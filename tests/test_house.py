@@ -17,8 +17,8 @@ from shortcuts import ROOT
 from walk import walk_of_a_checkpoint
 
 from finetune_mile.checkpoints.cards import list_cards, read_card
-from finetune_mile.config.layers import file_schema
 from finetune_mile.config.resolve import check, read_yaml, to_yaml
+from finetune_mile.config.schema import file_schema
 from finetune_mile.pretraining import settings as pretraining
 
 PACKAGE = ROOT / "finetune_mile"
@@ -28,9 +28,8 @@ MOST_STOPS = 12  # files that one checkpoint passes on its way to a network
 OTHER_YAML = ("splits", "tables", "pretrain")
 RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name not in OTHER_YAML)
 NO_TORCH = (
-    "config/flags", "config/resolve", "config/layers", "config/schema", "training/plan", "training/folder", "cli",
-    "run", "core/problems", "core/places",
-    "core/download", "core/files", "core/names", "core/types", "core/yaml_text", "core/schema",
+    "config/flags", "config/resolve", "config/schema", "training/plan", "training/folder", "cli",
+    "run", "core/problems", "core/download", "core/files", "core/types", "core/console",
     "learning/phases", "learning/state",
     "methods/__init__", "checkpoints/cards", "checkpoints/init", "images/sources/__init__", "images/imageset",
     "pretraining/recipe", "pretraining/settings", "verbs/pretrain",

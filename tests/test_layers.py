@@ -4,8 +4,7 @@ import pytest
 import yaml
 from shortcuts import ROOT
 
-from finetune_mile.config.layers import nearest
-from finetune_mile.config.resolve import check, read_yaml, to_yaml
+from finetune_mile.config.resolve import check, nearest_fraction, read_yaml, to_yaml
 from finetune_mile.core.problems import Problem
 
 DEMO = ROOT / "recipes/demo.yaml"
@@ -81,8 +80,8 @@ def test_flags_win_over_fractions(tmp_path):
 
 
 def test_nearest_is_meant_on_a_log_scale():
-    assert nearest(0.03, {0.01: 0, 0.1: 0}) == 0.01
-    assert nearest(0.04, {0.01: 0, 0.1: 0}) == 0.1
+    assert nearest_fraction(0.03, {0.01: 0, 0.1: 0}) == 0.01
+    assert nearest_fraction(0.04, {0.01: 0, 0.1: 0}) == 0.1
 
 
 def test_a_source_goes_with_its_value(tmp_path):

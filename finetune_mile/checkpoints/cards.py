@@ -11,12 +11,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from finetune_mile.core.download import RemoteFile, digest, fetch
-from finetune_mile.core.names import nearest
-from finetune_mile.core.places import cache as cache_folder
-from finetune_mile.core.places import shipped
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.files import cache as cache_folder
+from finetune_mile.core.files import load_yaml_file, shipped
+from finetune_mile.core.problems import Problem, nearest
 from finetune_mile.core.types import Preprocess
-from finetune_mile.core.yaml_text import load_file
 
 
 class Card(BaseModel):
@@ -78,7 +76,7 @@ def list_cards() -> dict[str, Path]:
 def _parse(path: Path, changed: int) -> Any:
     """A card's YAML; `changed` is the file's time stamp, so that an edited card is read again."""
     del changed
-    return load_file(path)
+    return load_yaml_file(path)
 
 
 def read_card(path: Path) -> Card:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from finetune_mile.config.schema import Variant
-from finetune_mile.core.names import did_you_mean, nearest
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import Problem, did_you_mean, nearest
 from finetune_mile.methods import METHODS
 
 SETTINGS = (

@@ -1,10 +1,17 @@
-"""From flags and YAML files to one checked `Recipe`, or to all that is wrong with them at once. No torch here."""
+"""From flags and YAML files to one checked `Recipe`, or to all that is wrong with them at once. No torch here.
+
+A recipe file is its settings with those of the run's fraction (`fractions:`) on top, and it builds on its `base:`, key
+by key; `sources:` says where values are from. These three keys are no settings: a resolved recipe has none of them. On
+top of the files come the flags and `--set`; the variant fills in what nobody has set.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -12,67 +19,31 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from finetune_mile.checkpoints.cards import Missing
-from finetune_mile.checkpoints.init import Family, family_of, parse_init
-from finetune_mile.config.layers import Merged, find_recipe, layers_of, put, put_together, read_yaml
+from finetune_mile.checkpoints.init import family_of, parse_init
 from finetune_mile.config.schema import VARIANTS, FullRecipe, Recipe
-from finetune_mile.core.names import did_you_mean
-from finetune_mile.core.places import shipped
-from finetune_mile.core.problems import Problem
-from finetune_mile.core.yaml_text import TooMuch, compose, construct
+from finetune_mile.core.files import MOST_YAML_BYTES, TooMuch, compose_yaml, construct_yaml, read_regular, shipped
+from finetune_mile.core.problems import Problem, did_you_mean
 from finetune_mile.images.sources import imagenet_folder
 from finetune_mile.methods import METHOD_FLAGS, METHODS, get_method
 
 NO_IMAGENET = "imagenet:data/imagenet"  # stands for ImageNet where it is not
-Model = TypeVar("Model", bound=BaseModel)
-__all__ = [
-    "Resolved", "check", "choose_recipe", "find_imagenet", "find_recipe", "read_yaml", "resolve",
-    "to_yaml",
-]  # fmt: skip
-
-# Flags that write into a block of the recipe; every other flag is the top-level key of its name.
+LONGEST_CHAIN = 4  # recipe files, the first one included
 MOST_SENTENCES = 20  # problems of one recipe that are told at once
+OWN_KEYS = ("base", "fractions", "sources")
+# Flags that write into a block of the recipe; every other flag is the top-level key of its name.
 FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr"}  # of MILe, where no method is named
+Model = TypeVar("Model", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """A checked recipe, the file it came from, and for each setting who said it and where its value is from."""
+    """A checked recipe, the file it came from, and for each setting who set it and where its value is from."""
 
     recipe: Recipe
     path: Path
     why: str
     said_by: Mapping[str, str]
     sources: Mapping[str, str]
-
-
-def choose_recipe(flags: Mapping[str, Any]) -> tuple[Path, str]:
-    """The recipe file of a run, and why this one."""
-    wanted = flags.get("recipe")
-    if wanted is not None:
-        return find_recipe(str(wanted)), f"--recipe {wanted}"
-    data, init = flags.get("data"), flags.get("init")
-    if (data or "").partition(":")[0] == "demo" or (data is None and init in (None, "none", "simclr-demo")):
-        return shipped("recipes") / "demo.yaml", "no --data and no --init: the demo"
-    family = _family(str(init)) if init is not None and is_imagenet(data) else None
-    if family is not None:
-        names = [f"{family.method}-large", family.method] if family.large else [family.method]
-        for path in (shipped("recipes") / "ssl" / f"{name}.yaml" for name in names):
-            if path.is_file():
-                return path, f"no --recipe: {family.method} weights on ImageNet"
-    return shipped("recipes") / "finetune.yaml", "no --recipe: fine-tuning on your images"
-
-
-def _family(init: str) -> Family | None:
-    try:
-        return family_of(parse_init(init))
-    except Missing:  # the run says it, after all that is wrong with its settings
-        return None
-
-
-def is_imagenet(data: str | None) -> bool:
-    """Is --data ImageNet? Nothing beside a paper's --init is."""
-    scheme, _, where = (data or "imagenet").partition(":")
-    return scheme == "imagenet" or (scheme == "hf" and any(n in where.lower() for n in ("imagenet-1k", "ilsvrc")))
 
 
 def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
@@ -83,20 +54,19 @@ def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
         sets: `--set KEY=VALUE` arguments, keys dotted (`optimizer.momentum=0.8`).
     """
     path, why = choose_recipe(flags)
-    tree = read_yaml(path)
-    given = {k: v for k, v in flags.items() if v is not None and k != "recipe"}
-    if "data" not in given and path == shipped("recipes") / "finetune.yaml":
-        given["data"] = "imagenet"
-    resolved = check(tree, given, sets, path, why)
+    given = {key: value for key, value in flags.items() if value is not None and key != "recipe"}
+    if path == shipped("recipes") / "finetune.yaml":
+        given.setdefault("data", "imagenet")
+    resolved = check(read_yaml(path), given, sets, path, why)
     if resolved.recipe.data != "imagenet":
         return resolved
-    place, who = find_imagenet()
+    place, speaker = find_imagenet()
     recipe = resolved.recipe.model_copy(update={"data": place})
-    return replace(resolved, recipe=recipe, said_by={**resolved.said_by, "data": who})
+    return replace(resolved, recipe=recipe, said_by={**resolved.said_by, "data": speaker})
 
 
 def resolve_anywhere(flags: Mapping[str, Any], sets: list[str]) -> tuple[Resolved, bool]:
-    """A recipe, also where ImageNet is meant and not on this machine; False: it is not."""
+    """A recipe, also where it needs ImageNet and this machine has none; False: it has none."""
     try:
         return resolve(flags, sets), True
     except Problem:
@@ -105,8 +75,67 @@ def resolve_anywhere(flags: Mapping[str, Any], sets: list[str]) -> tuple[Resolve
     return resolve({**flags, "data": NO_IMAGENET}, sets), False
 
 
+def choose_recipe(flags: Mapping[str, Any]) -> tuple[Path, str]:
+    """The recipe file of a run, and why this one."""
+    name, data, init = flags.get("recipe"), flags.get("data"), flags.get("init")
+    if name is not None:
+        return find_recipe(str(name)), f"--recipe {name}"
+    scheme, _, place = (data or "").partition(":")
+    if scheme == "demo" or (data is None and init in (None, "none", "simclr-demo")):
+        return shipped("recipes") / "demo.yaml", "no --data and no --init: the demo"
+    on_hub = scheme == "hf" and any(part in place.lower() for part in ("imagenet-1k", "ilsvrc"))
+    family = None
+    if init is not None and (not data or scheme == "imagenet" or on_hub):
+        try:
+            family = family_of(parse_init(str(init)))
+        except Missing:  # told later, with all that is wrong with the settings
+            family = None
+    if family is not None:
+        names = [f"{family.method}-large", family.method] if family.large else [family.method]
+        for path in (shipped("recipes") / "ssl" / f"{name}.yaml" for name in names):
+            if path.is_file():
+                return path, f"no --recipe: {family.method} weights on ImageNet"
+    return shipped("recipes") / "finetune.yaml", "no --recipe: fine-tuning on your images"
+
+
+def find_recipe(name: str, below: str = "") -> Path:
+    """A recipe by path, or by its name below recipes/ (or a folder in it) with or without the ending."""
+    folder = shipped("recipes") / below
+    for path in (Path(name), folder / name, folder / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*.yaml"))]
+    names = [str(path.with_suffix("")) for path in paths if path.parts[0] not in ("splits", "tables", "pretrain")]
+    raise Problem(f"--recipe {name}: no such file or recipe; {did_you_mean(name, names)}")
+
+
+def find_imagenet() -> tuple[str, str]:
+    """ImageNet on this machine as --data, and who says so: IMAGENET_DIR, data/imagenet, or the hub's local cache."""
+    place = os.environ.get("IMAGENET_DIR")
+    if place and not Path(place).is_dir():
+        raise Problem(f"IMAGENET_DIR is {place}, and there is no such directory")
+    folder = imagenet_folder()
+    if folder is not None:
+        return f"imagenet:{folder}", "IMAGENET_DIR" if place else folder
+    hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface")) / "hub/datasets--ILSVRC--imagenet-1k"
+    if hub.is_dir():
+        return "hf:ILSVRC/imagenet-1k", "the hub's cache"
+    raise Problem(
+        "ImageNet was not found: set IMAGENET_DIR to its folder, or put it into data/imagenet, or download the hub's "
+        "ILSVRC/imagenet-1k into the local cache; for your own images use --data folder:DIR"
+    )
+
+
 def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path: Path, why: str) -> Resolved:
-    """Put the layers on top of each other and validate once."""
+    """Put flags over the files' layers and validate once.
+
+    Args:
+        tree: the recipe file's contents.
+        given: settings from flags, by key.
+        sets: `--set` arguments.
+        path: the recipe file.
+        why: this file, for people.
+    """
     wrong: list[str] = []
     layers = layers_of(tree, path)
     plain = put_together(layers, None).tree
@@ -118,14 +147,13 @@ def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path:
         wrong.append("--steps and --epochs: give one of them")
     elif "steps" in over or "epochs" in over:
         merged.forget("epochs" if "steps" in over else "steps")
-    _put_variant(merged)
     _put_defaults(merged)
     recipe = validated(FullRecipe, merged, path, wrong)
     return Resolved(recipe=recipe, path=path, why=why, said_by=merged.said_by, sources=merged.sources)
 
 
 def _share(fraction: object) -> float | None:
-    """The run's fraction as a number; what is none is told when the whole is validated."""
+    """The run's fraction as a number; a wrong one is told when the whole recipe is validated."""
     try:
         share = float(str(fraction))
     except ValueError:
@@ -133,43 +161,179 @@ def _share(fraction: object) -> float | None:
     return share if 0 < share <= 1 else None
 
 
-def put_flags(merged: Merged, over: Mapping[str, tuple[Any, str]]) -> None:
-    """Put (value, speaker) by dotted key on top."""
-    for dotted, (value, speaker) in over.items():
-        put(merged.tree, dotted, value)
-        merged.said_by[dotted] = speaker
-        for known in [k for k in merged.sources if k == dotted or k.startswith(f"{dotted}.")]:
-            del merged.sources[known]
+def to_yaml(recipe: BaseModel) -> str:
+    """The whole recipe, every value spelled out, so that it runs again."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _put_variant(merged: Merged) -> None:
-    """The variant's column, for what nobody has said."""
-    variant = merged.tree.get("variant")
-    for dotted, value in VARIANTS.get(variant, {}).items() if isinstance(variant, str) else ():
-        block = dotted.rpartition(".")[0]
-        if dotted not in merged.said_by and (not block or isinstance(merged.tree.get(block), dict)):
-            put(merged.tree, dotted, value)
-            merged.said_by[dotted] = f"variant {variant}"
+# ---------------------------------------------------------------------------------- recipe files and their layers
 
 
-def _put_defaults(merged: Merged) -> None:
-    """An empty block for a method whose settings all have a default, so that the recipe shows them."""
-    method = merged.tree.get("method")
-    if method in METHODS:
-        block = get_method(method).Block
-        if block is not None and not any(field.is_required() for field in block.model_fields.values()):
-            merged.tree.setdefault(get_method(method).block, {})
-
-
-def validated(model: type[Model], merged: Merged, path: Path, wrong: list[str]) -> Model:
-    """The checked settings, or a `Problem` with what is wrong with them after what was `wrong` already."""
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping, in which no key stands twice."""
     try:
-        recipe = model.model_validate(merged.tree)
-    except ValidationError as error:
-        raise Problem(*wrong, *explain(error, path, merged, model)) from error
-    if wrong:
-        raise Problem(*wrong)
-    return recipe
+        node = compose_yaml(read_regular(path, MOST_YAML_BYTES).decode("utf-8"))
+        twice = _repeated_key(node, set())
+        if twice is not None:
+            raise Problem(f"recipe {path}: {twice.value} stands twice, again at line {twice.start_mark.line + 1}")
+        tree = construct_yaml(node)
+    except (OSError, UnicodeDecodeError) as error:
+        raise Problem(f"recipe {path}: cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark is not None else ""
+        verdict = "cannot be used" if isinstance(error, TooMuch) else "is not YAML"
+        raise Problem(f"recipe {path}: {verdict}{line} ({getattr(error, 'problem', error)})") from error
+    if not isinstance(tree, dict):
+        raise Problem(f"recipe {path}: must be a mapping of settings, found {type(tree).__name__}")
+    return tree
+
+
+def _repeated_key(node: yaml.Node | None, seen: set[int]) -> yaml.ScalarNode | None:
+    """The first key that its mapping holds already; YAML itself takes the last one and says nothing."""
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:  # an alias
+        return None
+    seen.add(id(node))
+    parts = node.value
+    if isinstance(node, yaml.MappingNode):
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in keys:
+                    return key
+                keys.add(key.value)
+        parts = [value for _, value in node.value]
+    return next((key for part in parts if (key := _repeated_key(part, seen)) is not None), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One file without what it builds on."""
+
+    path: Path
+    speaker: str  # who says its settings
+    settings: dict[str, Any]
+    sources: dict[str, str]  # dotted key, or a block's name: where the value is from
+    fractions: dict[float, dict[str, Any]]
+
+
+def layers_of(tree: Mapping[str, Any], path: Path) -> list[Layer]:
+    """The layers of a file whose contents are `tree`, the lowest base first."""
+    layers = [_layer(tree, path, "recipe")]
+    seen = [path.resolve()]
+    while (base := tree.get("base")) is not None:
+        below = _find_base(base, path)
+        if below.resolve() in seen:
+            raise Problem(f"recipe {path.name}: base: {base} leads back to {below.name}, in a circle")
+        if len(seen) == LONGEST_CHAIN:
+            raise Problem(
+                f"recipe {path.name}: base: {base} is one too many; a chain has at most {LONGEST_CHAIN} files"
+            )
+        tree, path = read_yaml(below), below
+        layers.append(_layer(tree, path, f"base {path.name}"))
+        seen.append(path.resolve())
+    return layers[::-1]
+
+
+def _find_base(base: object, path: Path) -> Path:
+    for near in (path.parent / str(base), path.parent / f"{base}.yaml"):
+        if near.is_file():
+            return near
+    try:
+        return find_recipe(str(base))
+    except Problem as problem:
+        there = problem.sentences[0].partition("; ")[2]
+        raise Problem(f"recipe {path.name}: base: {base} is no file beside it and no recipe; {there}") from problem
+
+
+def _layer(tree: Mapping[str, Any], path: Path, speaker: str) -> Layer:
+    settings = {key: value for key, value in copy.deepcopy(dict(tree)).items() if key not in OWN_KEYS}
+    fractions = _fractions(tree.get("fractions"), f"recipe {path.name}: fractions")
+    keys = {dotted for entry in (settings, *fractions.values()) for dotted in paths(entry)}
+    sources = _sources(tree.get("sources"), keys, f"recipe {path.name}: sources")
+    for number, entry in fractions.items():
+        if "sources" in entry:
+            place = f"recipe {path.name}: fractions.{number:g}.sources"
+            entry["sources"] = _sources(entry["sources"], set(paths(entry)), place)
+    return Layer(path=path, speaker=speaker, settings=settings, sources=sources, fractions=fractions)
+
+
+def _fractions(value: object, place: str) -> dict[float, dict[str, Any]]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not value:
+        raise Problem(f"{place} must map shares of the labels to settings, as in fractions: {{0.01: {{epochs: 60}}}}")
+    for key, entry in value.items():
+        if isinstance(key, bool) or not isinstance(key, int | float) or not 0 < key <= 1:
+            raise Problem(f"{place}.{key} is not a share of the labels, above 0 and up to 1")
+        if not isinstance(entry, dict):
+            raise Problem(f"{place}.{key:g} must be a mapping of settings, found {type(entry).__name__}")
+        for name in ("fraction", "base", "fractions"):
+            if name in entry:
+                raise Problem(f"{place}.{key:g}.{name} cannot be set there; the fraction is already chosen")
+    return {float(key): entry for key, entry in copy.deepcopy(value).items()}
+
+
+def _sources(value: object, keys: set[str], place: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise Problem(f'{place} must map settings to words, as in sources: {{optimizer.lr: "SwAV README"}}')
+    blocks = {dotted.partition(".")[0] for dotted in keys}
+    for dotted in value:
+        if dotted not in keys | blocks:
+            raise Problem(f"{place}.{dotted} is no setting of this file; {did_you_mean(str(dotted), sorted(keys))}")
+    return dict(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """Layers put on top of each other; everything by dotted key."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    said_by: dict[str, str] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)  # for messages: the file, and the entry in it
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def add(self, settings: Mapping[str, Any], sources: Mapping[str, str], speaker: str, place: str) -> None:
+        """Put settings on top; the source of a value that they replace is removed too."""
+        if "steps" in settings or "epochs" in settings:
+            for key in {"steps", "epochs"} - settings.keys():
+                self.forget(key)
+        merge(self.tree, settings)
+        for dotted in paths(settings):
+            self.said_by[dotted], self.places[dotted] = speaker, place
+            self.sources.pop(dotted, None)
+            source = sources.get(dotted) or sources.get(dotted.partition(".")[0])
+            if source:
+                self.sources[dotted] = source
+
+    def forget(self, key: str) -> None:
+        for table in (self.tree, self.said_by, self.places, self.sources):
+            table.pop(key, None)
+
+
+def put_together(layers: list[Layer], fraction: float | None) -> Merged:
+    """Settings of all layers for a run on `fraction` of the labels; None: without their fractions."""
+    merged = Merged()
+    for layer in layers:
+        merged.add(layer.settings, layer.sources, layer.speaker, f"recipe {layer.path.name}: ")
+        if fraction is not None and layer.fractions:
+            near = nearest_fraction(fraction, layer.fractions)
+            entry = dict(layer.fractions[near])
+            sources = layer.sources | entry.pop("sources", {})
+            about = f"fractions {near:g}" + ("" if near == fraction else f" (nearest to {fraction:g})")
+            place = f"recipe {layer.path.name}: fractions.{near:g}."
+            merged.add(entry, sources, f"{layer.speaker}, {about}", place)
+    return merged
+
+
+def nearest_fraction(fraction: float, entries: Mapping[float, object]) -> float:
+    """The entry nearest to a fraction on a log scale: 0.03 is nearer to 0.01 than to 0.1."""
+    return min(sorted(entries), key=lambda entry: abs(math.log(entry / fraction)))
+
+
+# ------------------------------------------------------------------------------------------ flags and defaults
 
 
 def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[str]) -> dict[str, tuple[Any, str]]:
@@ -190,7 +354,7 @@ def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[s
 
 
 def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]]:
-    """`--set KEY=VALUE` arguments by dotted key, with who said them; what cannot be read goes into `wrong`."""
+    """`--set KEY=VALUE` arguments as (value, speaker) by dotted key; what cannot be read goes into `wrong`."""
     over: dict[str, tuple[Any, str]] = {}
     for pair in sets:
         key, equals, text = pair.partition("=")
@@ -199,51 +363,88 @@ def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]
             wrong.append(f"--set {pair}: write KEY=VALUE, for example --set optimizer.momentum=0.8")
             continue
         try:
-            over[key] = (set_value(key, text), f"--set {key}")
-        except Problem as problem:
-            wrong += problem.sentences
+            node = compose_yaml(text)
+            if node is None:
+                wrong.append(f"--set {pair}: the value is empty; write --set {key}=VALUE, or {key}=null for none")
+            else:
+                over[key] = (construct_yaml(node), f"--set {key}")
+        except yaml.YAMLError as error:
+            why = f" ({error.problem})" if isinstance(error, TooMuch) else ""
+            wrong.append(f"--set {key}={short(text)}: {short(text)!r} is not a YAML value{why}")
     return over
 
 
-def set_value(key: str, text: str) -> Any:
-    """The value of `--set KEY=TEXT`; what is empty or cannot be read raises `Problem`."""
+def put_flags(merged: Merged, over: Mapping[str, tuple[Any, str]]) -> None:
+    """Put (value, speaker) by dotted key on top."""
+    for dotted, (value, speaker) in over.items():
+        put(merged.tree, dotted, value)
+        merged.said_by[dotted] = speaker
+        for known in [key for key in merged.sources if key == dotted or key.startswith(f"{dotted}.")]:
+            del merged.sources[known]
+
+
+def _put_defaults(merged: Merged) -> None:
+    """The variant's values for what nobody has set; an empty block for a method with a default for each setting."""
+    variant, method = merged.tree.get("variant"), merged.tree.get("method")
+    for dotted, value in VARIANTS.get(variant, {}).items() if isinstance(variant, str) else ():
+        block = dotted.rpartition(".")[0]
+        if dotted not in merged.said_by and (not block or isinstance(merged.tree.get(block), dict)):
+            put(merged.tree, dotted, value)
+            merged.said_by[dotted] = f"variant {variant}"
+    if isinstance(method, str) and method in METHODS:
+        settings = get_method(method).Block
+        if settings is not None and not any(field.is_required() for field in settings.model_fields.values()):
+            merged.tree.setdefault(get_method(method).block, {})
+
+
+# ------------------------------------------------------------------------------------------- errors in words
+
+
+def validated(model: type[Model], merged: Merged, path: Path, wrong: list[str]) -> Model:
+    """The checked settings, or a `Problem` with what is wrong with them after what was `wrong` already."""
     try:
-        node = compose(text)
-        if node is None:
-            raise Problem(f"--set {key}={text}: the value is empty; write --set {key}=VALUE, or {key}=null for none")
-        return construct(node)
-    except yaml.YAMLError as error:
-        why = f" ({error.problem})" if isinstance(error, TooMuch) else ""
-        raise Problem(f"--set {key}={short(text)}: {short(text)!r} is not a YAML value{why}") from error
+        recipe = model.model_validate(merged.tree)
+    except ValidationError as error:
+        raise Problem(*wrong, *_in_words(error, path, merged, model)) from error
+    if wrong:
+        raise Problem(*wrong)
+    return recipe
 
 
-# ---------------------------------------------------------------------------------- errors in words
-
-
-def explain(error: ValidationError, path: Path, merged: Merged, model: type[BaseModel] = FullRecipe) -> list[str]:
+def _in_words(error: ValidationError, path: Path, merged: Merged, model: type[BaseModel]) -> list[str]:
     """Each of pydantic's complaints as a sentence that names the flag or the key."""
     sentences: list[str] = []
     items = error.errors()
     for number, item in enumerate(items):
         if len(sentences) == MOST_SENTENCES:
             return [*sentences, f"recipe {path.name}: up to {len(items) - number:,} more problems of this kind"]
-        dotted = ".".join(str(part) for part in item["loc"] if not _is_union_branch(part))
-        whole = dotted if dotted in merged.said_by else dotted.rpartition(".")[0]  # std.0 is part of --set std
-        speaker = merged.said_by.get(whole, "recipe")
+        unions = ("int", "str", "float")  # pydantic's names of a union's branches
+        dotted = ".".join(str(part) for part in item["loc"] if "[" not in str(part) and part not in unions)
+        setting = dotted if dotted in merged.said_by else dotted.rpartition(".")[0]  # std.0 is part of --set std
+        speaker = merged.said_by.get(setting, "recipe")
         place = merged.places.get(dotted, f"recipe {path.name}: ")
         where = speaker if speaker.startswith("--") else f"{place}{dotted}"
         if item["type"] == "extra_forbidden":
-            sentence = f"{short(where)}: unknown key{_nearest(dotted, model)}"
+            sentence = f"{short(where)}: unknown key; {_nearest_key(dotted, model)}"
         elif item["type"] == "missing":
-            sentence = f"recipe {path.name}: {dotted} is missing, and nothing else says it"
+            sentence = f"recipe {path.name}: {dotted} is required. Set it in the recipe or with --set {dotted}=VALUE."
         else:
             message = str(item["msg"]).removeprefix("Value error, ")
             message = message[0].lower() + message[1:]
             value = "" if isinstance(item["input"], dict | BaseModel) else f" {short(str(item['input']))}"
             sentence = f"{where}{value}: {message}" if dotted else message
-        if sentence not in sentences and not any(s.startswith(f"{where} ") for s in sentences):
+        if sentence not in sentences and not any(other.startswith(f"{where} ") for other in sentences):
             sentences.append(sentence)
     return sentences
+
+
+def _nearest_key(dotted: str, model: type[BaseModel]) -> str:
+    block, _, key = dotted.rpartition(".")
+    if block in model.model_fields:
+        annotation = model.model_fields[block].annotation
+        options = [annotation, *get_args(annotation)]
+        model = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+    return did_you_mean(key, model.model_fields)
 
 
 def short(text: str) -> str:
@@ -251,37 +452,37 @@ def short(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _is_union_branch(part: object) -> bool:
-    return isinstance(part, str) and ("[" in part or part in ("int", "str", "float"))
+# ----------------------------------------------------------------------------------------------------- trees
 
 
-def _nearest(dotted: str, model: type[BaseModel]) -> str:
-    block, _, key = dotted.rpartition(".")
-    if block in model.model_fields:
-        annotation = model.model_fields[block].annotation
-        options = [annotation, *get_args(annotation)]
-        model = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
-    return f"; {did_you_mean(key, model.model_fields)}"
+def paths(tree: Mapping[str, Any]) -> list[str]:
+    """Every leaf's dotted key; `sources` is none."""
+    return list(flat({key: value for key, value in tree.items() if key != "sources"}))
 
 
-def to_yaml(recipe: BaseModel) -> str:
-    """The whole recipe, every value spelled out, so that it runs again as it is."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping with dotted keys."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return leaves
 
 
-def find_imagenet() -> tuple[str, str]:
-    """ImageNet on this machine as --data, and who says so: IMAGENET_DIR, data/imagenet, or the hub's local cache."""
-    place = os.environ.get("IMAGENET_DIR")
-    if place and not Path(place).is_dir():
-        raise Problem(f"IMAGENET_DIR is {place}, and there is no such directory")
-    folder = imagenet_folder()
-    if folder is not None:
-        return f"imagenet:{folder}", "IMAGENET_DIR" if place else folder
-    hub = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface")) / "hub/datasets--ILSVRC--imagenet-1k"
-    if hub.is_dir():
-        return "hf:ILSVRC/imagenet-1k", "the hub's cache"
-    raise Problem(
-        "ImageNet is meant, and it was not found: set IMAGENET_DIR to its folder, or put it into "
-        "data/imagenet, or download the hub's ILSVRC/imagenet-1k into the local cache; for your own images say "
-        "--data folder:DIR"
-    )
+def merge(tree: dict[str, Any], over: Mapping[str, Any]) -> None:
+    """Put `over` on top of `tree`, in place, key by key."""
+    for key, value in over.items():
+        below = tree.get(key)
+        if isinstance(value, dict) and isinstance(below, dict):
+            merge(below, value)
+        else:
+            tree[key] = copy.deepcopy(value)
+
+
+def put(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    """Set one leaf by its dotted key."""
+    *blocks, last = dotted.split(".")
+    for block in blocks:
+        inner = tree.get(block)
+        tree[block] = inner if isinstance(inner, dict) else {}
+        tree = tree[block]
+    tree[last] = value

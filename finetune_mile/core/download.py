@@ -10,8 +10,7 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -161,6 +160,8 @@ def _download(url: str, part: Path, remote: RemoteFile) -> None:
 def _transfer(url: str, part: Path, remote: RemoteFile) -> bool:
     """One connection; True when the whole file is there."""
     start = part.stat().st_size if part.exists() else 0
+    from finetune_mile.core.console import progress
+
     tag = _tag_of(part)
     request = urllib.request.Request(url, headers={"User-Agent": "finetune_mile", "Accept-Encoding": "identity"})
     if start:
@@ -177,7 +178,10 @@ def _transfer(url: str, part: Path, remote: RemoteFile) -> bool:
         if remote.bytes is not None and total is not None and total != remote.bytes:
             raise _WrongBytes(f"the server has {total} bytes, expected {remote.bytes}")
         _remember_tag(tag, answer.headers.get("ETag"))
-        with part.open("ab" if partial else "wb") as file, _progress(remote.name, start, total) as advance:
+        with (
+            part.open("ab" if partial else "wb") as file,
+            progress(remote.name, total, start=start, in_bytes=True) as advance,
+        ):
             while block := answer.read(_CHUNK):
                 file.write(block)
                 advance(len(block))
@@ -199,18 +203,6 @@ def _remember_tag(tag: Path, etag: str | None) -> None:
         tag.write_text(etag, encoding="ascii")
     else:
         tag.unlink(missing_ok=True)
-
-
-@contextmanager
-def _progress(name: str, start: int, total: int | None) -> Iterator[Any]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=total, completed=start)
-        yield lambda amount: bar.advance(task, amount)
 
 
 # --------------------------------------------------------------------------------------- the check

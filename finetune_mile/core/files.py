@@ -1,4 +1,10 @@
-"""Files: only regular ones are read, ours are written in one step, and a lock keeps a second writer out."""
+"""Files: what ships with the install, safe reading of files and YAML from people, atomic writing, locks. No torch here.
+
+YAML is bounded in size, depth and aliases before it becomes values: libyaml builds nested values by recursion and
+crashes on deep ones, and a few aliases can stand for gigabytes. So the text is first read as a flat list of events, in
+which depth and size with all aliases expanded are counted. `1:30` and `010` are text here; YAML 1.1 would make them 90
+and 8.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,38 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+import yaml
 
 from finetune_mile.core.problems import Problem
 
 # Bytes of one image file. The largest image that is decoded (decoding.MOST_PIXELS) takes as much without compression.
 LARGEST_IMAGE = 2**29
 LOCK_SECONDS = 10.0  # loader processes outlive a kill by some seconds
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def shipped(name: str) -> Path:
+    """The folder `weights` or `recipes`: at the repository's root, or inside an installed wheel."""
+    at_root = _PACKAGE.parent / name
+    return at_root if at_root.is_dir() else _PACKAGE / "_shipped" / name
+
+
+def cache() -> Path:
+    """The folder for downloads: FINETUNE_MILE_CACHE, else XDG_CACHE_HOME, else ~/.cache."""
+    own = os.environ.get("FINETUNE_MILE_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "finetune_mile"
+
+
+# -------------------------------------------------------------------------------- reading and writing
 
 
 def open_regular(path: str | Path) -> int:
@@ -105,3 +133,96 @@ def locked(path: Path, sentence: str, seconds: float | None = None) -> Iterator[
         yield
     finally:
         lock.release()
+
+
+# -------------------------------------------------------------------------------------------- YAML
+
+MOST_YAML_BYTES = 2**20
+DEEPEST = 50  # values inside each other
+MOST_VALUES = 100_000  # with aliases expanded
+
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_LOADER: Any = type("_Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
+_LOADER.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+    for first, resolvers in _LOADER.yaml_implicit_resolvers.items()
+}
+_LOADER.add_implicit_resolver(
+    _INT, re.compile(r"^[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$"), list("-+0123456789")
+)
+_LOADER.add_implicit_resolver(
+    _FLOAT,
+    re.compile(
+        r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+0123456789."),
+)
+
+
+class TooMuch(yaml.MarkedYAMLError):
+    """YAML that is larger, deeper or more repetitive than any file of ours."""
+
+
+def load_yaml_file(path: Path) -> Any:
+    """The one value of a YAML file; None where there is none.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or is larger than 1 MB.
+        UnicodeDecodeError: the file is not UTF-8.
+        yaml.YAMLError: the text is not YAML, or too much of it.
+    """
+    return construct_yaml(compose_yaml(read_regular(path, MOST_YAML_BYTES).decode("utf-8")))
+
+
+def compose_yaml(text: str) -> yaml.Node | None:
+    """The tree of nodes of a YAML text, bounded; None where the text is empty or a comment."""
+    try:
+        _check_yaml(text)
+        node: yaml.Node | None = _LOADER(text).get_single_node()
+    except UnicodeError as error:
+        raise yaml.YAMLError("it holds characters that are not Unicode") from error
+    return node
+
+
+def construct_yaml(node: yaml.Node | None) -> Any:
+    """The values of a tree of nodes."""
+    if node is None:
+        return None
+    try:
+        return _LOADER("").construct_document(node)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # such as !!int x, or the date 2024-13-01
+        raise yaml.MarkedYAMLError(problem=f"a value cannot be read: {error}", problem_mark=node.start_mark) from error
+
+
+def _check_yaml(text: str) -> None:
+    if len(text) > MOST_YAML_BYTES:
+        raise TooMuch(problem="it is longer than 1 MB")
+    known: dict[str, tuple[int, int]] = {}  # anchor: values and depth of what it stands for
+    inside: list[tuple[str | None, int]] = []  # open collections: anchor, depth of the deepest part so far
+    counts: list[int] = [0]
+    for event in yaml.parse(text, Loader=_LOADER):
+        anchor: str | None = getattr(event, "anchor", None)
+        mark: Any = event.start_mark
+        values, depth = 1, 0
+        if isinstance(event, yaml.CollectionStartEvent):
+            inside.append((anchor, 0))
+            counts.append(1)
+            values = 0
+        elif isinstance(event, yaml.CollectionEndEvent):
+            (anchor, below), values = inside.pop(), counts.pop()
+            depth = below + 1
+        elif isinstance(event, yaml.AliasEvent):
+            if any(anchor == name for name, _ in inside):
+                raise TooMuch(problem=f"*{anchor} is inside of &{anchor}, in a circle", problem_mark=mark)
+            values, depth = known.get(str(anchor), (1, 0))
+        elif not isinstance(event, yaml.ScalarEvent):
+            continue
+        if values and anchor is not None:
+            known[anchor] = (values, depth)
+        counts[-1] += values
+        if inside:
+            inside[-1] = (inside[-1][0], max(inside[-1][1], depth))
+        if len(inside) + depth > DEEPEST:
+            raise TooMuch(problem=f"it is nested more than {DEEPEST} levels deep", problem_mark=mark)
+        if sum(counts) > MOST_VALUES:
+            raise TooMuch(problem=f"it holds more than {MOST_VALUES:,} values, aliases expanded", problem_mark=mark)

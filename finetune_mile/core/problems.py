@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class Problem(Exception):
@@ -30,3 +31,33 @@ def tell(problem: Problem) -> int:
     for sentence in problem.sentences:
         sys.stderr.write(f"error: {sentence}\n")
     return problem.code
+
+
+# ---------------------------------------------------------------------- names that a user probably meant
+
+CUTOFF = 0.5  # share of letters in common, from 0 to 1
+MOST_NAMES = 15  # listed in a message
+# Names in other tools: ours. One that begins with --set is meant where there is a --set.
+ALIASES = {
+    "--learning-rate": "--lr", "--bs": "--batch-size", "--batch": "--batch-size", "--output": "--out",
+    "--output-dir": "--out", "--config": "--recipe", "--pretrained": "--init", "--size": "--set size=",
+    "--img-size": "--set size=", "--weight-decay": "--set optimizer.weight_decay=", "train": "run",
+}  # fmt: skip
+
+
+def nearest(word: str, options: Iterable[str], count: int = 1) -> list[str]:
+    """Options that a word may stand for, the nearest first; also by their names in other tools."""
+    names = list(options)
+    alias = ALIASES.get(word.replace("_", "-"), "")
+    if alias.partition(" ")[0] in names:
+        return [alias]
+    return difflib.get_close_matches(word, names, n=count, cutoff=CUTOFF)
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest one, else those that there are."""
+    names = list(options)
+    near = nearest(word, names)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"known: {', '.join(names[:MOST_NAMES]) or 'none'}" + (", ..." if len(names) > MOST_NAMES else "")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+import re
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,3 +34,46 @@ class Preprocess(BaseModel):
     crop: float = Field(default=0.875, gt=0, le=1, description="central share of the short side")
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     antialias: bool = Field(default=True, description="TensorFlow's resize does without")
+
+
+# ------------------------------------------------------------------------ blocks of a recipe
+
+# Upper bounds: above any real run, and below what would fill the memory before the first step.
+MOST_STEPS, LARGEST_BATCH, MOST_WORKERS = 10**9, 10**6, 1024
+
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|epochs?|steps?)?", re.IGNORECASE)
+
+
+class Section(BaseModel):
+    """Immutable settings; unknown keys raise an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+
+
+def check_amount(amount: int | str) -> int | str:
+    """`200`, `200 steps`, `2 epochs` or `5 %`, above zero; anything else raises ValueError."""
+    match = _AMOUNT.fullmatch(str(amount).strip())
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{str(amount)[:40]!r} is not an amount above zero: write 200 (steps), '2 epochs' or '5 %'")
+    unit = (match[2] or "steps").lower()
+    if unit.startswith("step") and not float(match[1]).is_integer():
+        raise ValueError(f"{str(amount)[:40]!r}: steps are whole numbers; a share of the budget is '5 %'")
+    return amount
+
+
+def in_steps(amount: int | str, *, total_steps: int, steps_per_epoch: float) -> int:
+    """An amount in optimiser steps, rounded to the nearest and at least 1."""
+    match = _AMOUNT.fullmatch(str(check_amount(amount)).strip())
+    assert match is not None
+    value, unit = float(match[1]), (match[2] or "steps").lower()
+    if unit == "%":
+        value *= total_steps / 100
+    elif unit.startswith("epoch"):
+        value *= steps_per_epoch
+    return max(round(value), 1)
+
+
+Amount = Annotated[int | str, AfterValidator(check_amount)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from finetune_mile.core.places import cache
+from finetune_mile.core.files import cache
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.names import Names
 

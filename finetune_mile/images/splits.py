@@ -20,10 +20,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from finetune_mile.core.download import RemoteFile, fetch
-from finetune_mile.core.files import open_regular, size_in_words
-from finetune_mile.core.places import cache, shipped
+from finetune_mile.core.files import cache, load_yaml_file, open_regular, shipped, size_in_words
 from finetune_mile.core.problems import Problem
-from finetune_mile.core.yaml_text import load_file
 from finetune_mile.images.names import locate
 from finetune_mile.images.subsets import Indices
 
@@ -59,7 +57,7 @@ class Chosen:
 def read_cards() -> list[SplitCard]:
     """Every card in recipes/splits."""
     paths = sorted((shipped("recipes") / "splits").glob("*.yaml"))
-    return [SplitCard.model_validate(load_file(path)) for path in paths]
+    return [SplitCard.model_validate(load_yaml_file(path)) for path in paths]
 
 
 def published(ids: Sequence[str], num_classes: int, fraction: float) -> SplitCard | None:

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from finetune_mile.core.schema import in_steps
-from finetune_mile.core.types import Pool
+from finetune_mile.core.types import Pool, in_steps
 
 Role = Literal["init", "teacher", "student"]
 Loss = Literal["bce", "cross_entropy"]

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune_mile.core.schema import Section
+from finetune_mile.core.types import Section
 from finetune_mile.learning.phases import Budget, Phase
 from finetune_mile.learning.state import State, StepView
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from finetune_mile.core.schema import Section
+from finetune_mile.core.types import Section
 from finetune_mile.learning import state
 from finetune_mile.learning.phases import Budget, Phase
 from finetune_mile.methods import mile

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.core.schema import Amount, Section
+from finetune_mile.core.types import Amount, Section
 from finetune_mile.learning.phases import Budget, Phase
 from finetune_mile.methods.pseudo_labels import Argmax, Rule, Soften, Threshold, as_phase, check_generations
 

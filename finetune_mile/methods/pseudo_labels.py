@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.core.schema import Section
+from finetune_mile.core.types import Section
 from finetune_mile.learning.phases import Budget, Loss, Phase
 
 if TYPE_CHECKING:

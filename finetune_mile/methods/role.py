@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.core.schema import Section
+from finetune_mile.core.types import Section
 from finetune_mile.learning import state
 from finetune_mile.learning.phases import Budget, Phase, one_interaction
 

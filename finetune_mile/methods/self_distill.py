@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune_mile.core.schema import Amount
+from finetune_mile.core.types import Amount
 from finetune_mile.learning.phases import Budget, Phase
 from finetune_mile.methods.pseudo_labels import Imitation, activation_of_loss, fresh_imitations
 

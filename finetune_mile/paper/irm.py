@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.core.schema import Amount, Section
+from finetune_mile.core.types import Amount, Section
 from finetune_mile.learning.phases import Budget, Phase
 from finetune_mile.learning.state import StepView
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from finetune_mile.core.schema import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, Amount, Positive, Section, Seed
+from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, Amount, Positive, Section, Seed
 
 Method = Literal["simclr", "mocov2", "byol", "swav"]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -14,8 +14,7 @@ from lightly.utils.benchmarking import knn_predict
 from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
-from finetune_mile.core.schema import in_steps
-from finetune_mile.core.types import Preprocess
+from finetune_mile.core.types import Preprocess, in_steps
 from finetune_mile.images.bad_images import BadImages
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.order import Key, Order, micro_batches

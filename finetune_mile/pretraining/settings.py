@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune_mile.config.layers import Merged, find_recipe, read_yaml
-from finetune_mile.config.resolve import put_flags, set_settings, validated
+from finetune_mile.config.resolve import Merged, find_recipe, put_flags, read_yaml, set_settings, validated
 from finetune_mile.pretraining.recipe import Pretrain
 
 FOLDER = "pretrain"  # below recipes/

@@ -12,8 +12,7 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
-from finetune_mile.config.layers import flat
-from finetune_mile.config.resolve import Resolved
+from finetune_mile.config.resolve import Resolved, flat
 from finetune_mile.images.bad_images import say_unreadable
 from finetune_mile.learning.phases import Phase, trace
 from finetune_mile.training.plan import Plan

@@ -19,9 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from finetune_mile.config.layers import flat, read_yaml
-from finetune_mile.core import yaml_text
-from finetune_mile.core.files import locked, whole_file, write_json
+from finetune_mile.config.resolve import flat, read_yaml
+from finetune_mile.core.files import load_yaml_file, locked, whole_file, write_json
 from finetune_mile.core.problems import Problem
 
 KEPT_CHECKPOINTS = 2
@@ -173,7 +172,7 @@ class RunFolder:
             if not (self.path / name).is_file():
                 write_json(self.path / name, content())
         if self._info | MADE_BY != self._info or "recipe_sha256" not in self._info:
-            tree = yaml_text.load_file(self.path / "recipe.yaml")
+            tree = load_yaml_file(self.path / "recipe.yaml")
             began = datetime.now(UTC).isoformat(timespec="milliseconds")
             known = {**MADE_BY, "began": began, "recipe_sha256": recipe_hash(tree), "recipe": tree, **facts()}
             self.update(**({"status": "running"} | known | self._info))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finetune_mile.checkpoints.init import Init
 from finetune_mile.config.flags import Parser
 from finetune_mile.core.problems import Problem, tell
-from finetune_mile.core.schema import LARGEST_BATCH
+from finetune_mile.core.types import LARGEST_BATCH
 from finetune_mile.images.checks import check_truth
 from finetune_mile.images.imageset import Data, ImageSet
 from finetune_mile.images.sources import split_name

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune_mile.checkpoints.init import Init
-from finetune_mile.config.layers import read_yaml
+from finetune_mile.config.resolve import read_yaml
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.bad_images import allowed
 from finetune_mile.images.imageset import Data, ImageSet

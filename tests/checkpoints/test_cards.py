@@ -12,7 +12,7 @@ import finetune_mile
 from finetune_mile.checkpoints.cards import Card, find_card, list_cards, read_card
 from finetune_mile.checkpoints.init import parse_init
 from finetune_mile.core.download import RemoteFile
-from finetune_mile.core.places import shipped
+from finetune_mile.core.files import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import parse_arch
 

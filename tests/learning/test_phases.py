@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shortcuts import ROOT
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.core.schema import check_amount, in_steps
+from finetune_mile.core.types import check_amount, in_steps
 from finetune_mile.learning.phases import Budget, after, drawn, trace
 from finetune_mile.methods import METHODS, NEEDS, auto, get_method
 from finetune_mile.methods.mile import Block, phases

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from finetune_mile.core.names import did_you_mean
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import Problem, did_you_mean
 from finetune_mile.images.imageset import Data
 
 # Scheme of --data: the module whose load(where) reads it.

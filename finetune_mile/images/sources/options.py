@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import unquote
 
-from finetune_mile.core.names import did_you_mean
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import Problem, did_you_mean
 
 
 def read_options(scheme: str, where: str, known: Sequence[str]) -> tuple[str, dict[str, str]]:

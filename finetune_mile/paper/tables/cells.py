@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, get_args
 import yaml
 
 from finetune_mile.config.flags import SETTINGS, given_settings, parse
-from finetune_mile.config.layers import flat
-from finetune_mile.config.resolve import FLAG_PATHS, Resolved, resolve_anywhere
+from finetune_mile.config.resolve import FLAG_PATHS, Resolved, flat, resolve_anywhere
 from finetune_mile.core.problems import Problem
 from finetune_mile.methods import METHODS
 from finetune_mile.paper.tables.description import Block, Settings, Table

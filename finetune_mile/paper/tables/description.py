@@ -9,9 +9,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from finetune_mile.config.resolve import read_yaml
-from finetune_mile.core.names import did_you_mean
-from finetune_mile.core.places import shipped
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.files import shipped
+from finetune_mile.core.problems import Problem, did_you_mean
 
 Settings = dict[str, Any]  # recipe keys, dotted or nested; also `recipe`
 Seeds = tuple[int, ...]

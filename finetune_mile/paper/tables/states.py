@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune_mile.config.layers import flat
-from finetune_mile.config.resolve import NO_IMAGENET, read_yaml
+from finetune_mile.config.resolve import NO_IMAGENET, flat, read_yaml
 from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
 from finetune_mile.paper.tables.cells import ASIDE, Job, Key, Meaning
