@@ -1,4 +1,4 @@
-"""MNIST's idx files: found, fetched on request, read. No torch before they are read."""
+"""MNIST's idx files: find, download on request, read. No torch before they are read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Digits(NamedTuple):
 
 
 def find_mnist(scheme: str, place: str, download: bool = False) -> dict[str, Path]:
-    """The four files in `place`; where no place is said in MNIST_DIR, else in data/mnist.
+    """The four files in `place`; without a place in MNIST_DIR, else in data/mnist.
 
     Args:
         scheme: of --data, for messages.
@@ -41,9 +41,14 @@ def find_mnist(scheme: str, place: str, download: bool = False) -> dict[str, Pat
     """
     folder = Path(place or os.environ.get("MNIST_DIR") or "data/mnist")
     for below in BELOW:
-        found = {key: _either(folder / below / name) for key, name in NAMES.items()}
-        if all(found.values()):
-            return {key: path for key, path in found.items() if path is not None}
+        files = {
+            key: path
+            for key, name in NAMES.items()
+            for end in (".gz", "")  # the last one that exists counts
+            if (path := folder / below / f"{name}{end}").is_file()
+        }
+        if len(files) == len(NAMES):
+            return files
     if download:
         from torchvision.datasets import MNIST
 
@@ -59,7 +64,6 @@ def find_mnist(scheme: str, place: str, download: bool = False) -> dict[str, Pat
 
 
 def read_mnist(files: dict[str, Path]) -> Digits:
-    """Read the files that `find_mnist` found."""
     digits = Digits(**{key: read_idx(path) for key, path in files.items()})
     for images, labels, name in ((digits[0], digits[1], "train"), (digits[2], digits[3], "t10k")):
         if len(images) != len(labels) or images.ndim != 3:
@@ -68,7 +72,7 @@ def read_mnist(files: dict[str, Path]) -> Digits:
 
 
 def read_idx(path: Path) -> Tensor:
-    """One idx file of bytes, packed or not."""
+    """Read one idx file of bytes, gzipped or not."""
     import torch
 
     opener = gzip.open if path.suffix == ".gz" else open
@@ -85,7 +89,3 @@ def read_idx(path: Path) -> Tensor:
     if len(content) != size or not size:
         raise Problem(f"{path}: says {shape}, and holds {'more' if len(content) > size else len(content)} bytes")
     return torch.frombuffer(content, dtype=torch.uint8).reshape(shape)
-
-
-def _either(path: Path) -> Path | None:
-    return next((p for p in (path, path.with_name(f"{path.name}.gz")) if p.is_file()), None)

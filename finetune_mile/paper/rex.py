@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.state import StepView
-from finetune_mile.paper.irm import ACTIVATION, NEEDS, Block, phases, untrained_loss
+from finetune_mile.paper.irm import ACTIVATION, NEEDS, Block, phases, risks_and_slopes, untrained_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,8 +16,6 @@ __all__ = ["ACTIVATION", "NEEDS", "Block", "loss", "phases", "untrained_loss"]
 
 def loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) -> Tensor:
     """The mean risk of the environments in the batch, and the penalty: a scalar."""
-    from finetune_mile.paper.environments import risks_and_slopes
-
     shares, risks, _ = risks_and_slopes(logits, targets, step)
     mean = (shares * risks).sum()
     weight: float = phase.values

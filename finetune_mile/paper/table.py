@@ -1,9 +1,10 @@
-"""`finetune-mile table NAME`: which cells are done, run the others, write the ledger."""
+"""`finetune-mile table NAME`: list the cells of a table, run the missing ones, write the ledger."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,20 @@ from finetune_mile.config.flags import Parser
 from finetune_mile.config.resolve import set_settings
 from finetune_mile.core.files import locked
 from finetune_mile.core.problems import Problem
-from finetune_mile.paper.tables.cells import LAUNCH, Job, make_jobs, pick, resolve_all
 from finetune_mile.paper.tables.description import find_table, quick_table, read_table
-from finetune_mile.paper.tables.running import Order, dry_run, order_for, run_with_progress, shell_lines, slurm_script
-from finetune_mile.paper.tables.states import State, states_of
+from finetune_mile.paper.tables.running import Command, command_for, run_with_progress
+from finetune_mile.paper.tables.runs import (
+    LAUNCH,
+    Job,
+    RunKey,
+    RunState,
+    make_jobs,
+    pick,
+    program,
+    resolve_all,
+    states_of,
+    yaml_value,
+)  # fmt: skip
 from finetune_mile.paper.tables.writing import EXTRA, write_extra, write_ledger
 
 EPILOG = """examples:
@@ -29,7 +40,6 @@ EPILOG = """examples:
 
 
 def build_parser() -> Parser:
-    """Every flag."""
     parser = Parser(
         prog="finetune-mile table", allow_abbrev=False, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -40,12 +50,8 @@ def build_parser() -> Parser:
     parser.add_argument("--quick", action="store_true", help="the short form that the description names")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="run folders (default: as the description says)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the ledger's folder (default: docs/tables/NAME)")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        metavar="N",
-        help="runs at the same time (default: one a core, one thread each; one with a GPU or --launch)",
-    )
+    at_once = "runs at the same time (default: one a core, one thread each; one with a GPU or --launch)"
+    parser.add_argument("--jobs", type=int, metavar="N", help=at_once)
     parser.add_argument("--only", action="append", default=[], metavar="BLOCK[/ROW]", help="run these; may be repeated")
     parser.add_argument("--seeds", metavar="0,1", help="run these seeds only")
     parser.add_argument("--again", action="store_true", help="replace runs whose settings are not the table's any more")
@@ -61,7 +67,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """0 everything asked for is done, 1 a run failed, 2 the command or the description is wrong, 130 stopped."""
+    """0: all chosen runs are done, 1: a run failed, 2: the command or the description is wrong, 130: stopped."""
     options = build_parser().parse_args(argv)
     path = find_table(options.name)
     table = read_table(path)
@@ -82,16 +88,21 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         sys.stdout.write(dry_run(chosen, launch) + "\n")
         return 0
-    report_stale(chosen, options.again)
-    orders = [order_for(s, runs, options.launch) for s in chosen if wanted(s, options.again)]
+    for state in chosen:
+        if state.status == "stale":
+            fate = "is replaced" if options.again else "does not count; --again replaces it"
+            sys.stderr.write(f"warning: {state.job.folder} was run with other settings ({state.why}): it {fate}\n")
+    missing = [s for s in chosen if s.status != "done" and (options.again or s.status != "stale")]
+    commands = [command_for(s, runs, options.launch) for s in missing]
     if options.commands:
-        shell = options.commands == "shell"
-        text = shell_lines(orders, launch) if shell else slurm_script(orders, jobs, launch, path.stem)
-        sys.stdout.write(text + "\n" if orders else "")
+        lines = [_shell_line(command, launch) for command in commands]
+        if commands and options.commands == "slurm":
+            lines = slurm_script(commands, jobs, launch, path.stem)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
         return 0
     code = 0
-    if orders and not options.ledger_only:
-        code = run(jobs, orders, runs, options.jobs)
+    if commands and not options.ledger_only:
+        code = run(jobs, commands, runs, options.jobs)
         states = states_of(jobs, meanings, runs)
     write_ledger(folder, options.name, table, states, quick=options.quick, prices=not options.no_prices)
     return code
@@ -107,45 +118,118 @@ def settings_of(sets: list[str]) -> dict[str, Any]:
 
 
 def seeds_of(text: str | None) -> list[int] | None:
-    """`0,1` as numbers."""
-    if text is None:
-        return None
     try:
-        return [int(part) for part in text.split(",")]
+        return None if text is None else [int(part) for part in text.split(",")]
     except ValueError as error:
         raise Problem(f"--seeds {text}: write whole numbers with commas, such as 0,1,2") from error
 
 
-def wanted(state: State, again: bool) -> bool:
-    """Is this run to be run now?"""
-    return state.status != "done" and (again or state.status != "stale")
+def run(jobs: Sequence[Job], commands: Sequence[Command], runs: Path, parallel: int | None) -> int:
+    """Run the commands; return the exit code."""
+    import torch
 
-
-def report_stale(states: Sequence[State], again: bool) -> None:
-    """Say which runs do not count."""
-    for state in states:
-        if state.status == "stale":
-            fate = "is replaced" if again else "does not count; --again replaces it"
-            sys.stderr.write(f"warning: {state.job.folder} was run with other settings ({state.why}): it {fate}\n")
-
-
-def run(jobs: Sequence[Job], orders: Sequence[Order], runs: Path, parallel: int | None) -> int:
-    """Run what is missing; the exit code."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if parallel is not None and parallel < 1:
         raise Problem(f"--jobs {parallel}: at least one run at a time")
     own = os.environ.get("FINETUNE_MILE_THREADS")
     if own and not (own.isdigit() and int(own) > 0):
         raise Problem(f"FINETUNE_MILE_THREADS is {own!r}; it must be a whole number above zero")
-    workers = parallel or (1 if _one_at_a_time(orders) else max(cores // int(own or 1), 1))
+    # Runs in processes of their own, and runs on a GPU, would slow each other down.
+    alone = torch.cuda.is_available() or any(command.launch is not None for command in commands)
+    workers = parallel or (1 if alone else max(cores // int(own or 1), 1))
     threads = int(own) if own else max(cores // workers, 1)
     runs.mkdir(parents=True, exist_ok=True)
     with locked(runs / ".table.lock", f"--runs {runs}: another finetune-mile table is at work there", seconds=0):
-        return run_with_progress(jobs, orders, workers=workers, threads=threads)
+        return run_with_progress(jobs, commands, workers=workers, threads=threads)
 
 
-def _one_at_a_time(orders: Sequence[Order]) -> bool:
-    """Runs that are launched as processes of their own, or that want the GPU, would be in each other's way."""
-    import torch
+# ---------------------------------------------------------------------------------------------------------- --dry-run
 
-    return any(order.launch is not None for order in orders) or torch.cuda.is_available()
+
+def dry_run(states: Sequence[RunState], launch: str) -> str:
+    """Every cell: state of its seeds, command, settings that the table gives and where values come from."""
+    lines = []
+    cells: dict[str, list[RunState]] = {}
+    for state in states:
+        cells.setdefault(state.job.key.cell, []).append(state)
+    for number, (cell, runs) in enumerate(cells.items(), 1):
+        job = runs[0].job
+        lines += [f"{number}. {cell}" + (" (prerequisite)" if job.hidden else "") + f": {_statuses(runs)}"]
+        lines += [f"   {job.command(launch)}"]
+        if len(runs) > 1:
+            lines += [f"   and --seed {', '.join(str(s.job.key.seed) for s in runs[1:])}{_own_settings(*runs[:2])}"]
+        lines += [f"   needs {name}: {need.cell}" for name, need in job.needs.items()]
+        lines += [*(f"     {line}" for line in settings_and_sources(runs[0])), ""]
+    done = sum(s.status == "done" for s in states)
+    return "\n".join([*lines, f"{len(cells)} cells, {len(states)} runs, {done} of them done"])
+
+
+def _own_settings(first: RunState, second: RunState) -> str:
+    """Settings that depend on the seed, as the second one has them."""
+    before = {"seed": second.meaning.tree.get("seed")} | {k: v for k, v in first.meaning.tree.items() if k != "seed"}
+    own = {key: value for key, value in second.meaning.tree.items() if value != before.get(key)}
+    return "".join(f"; {key} is their own, such as {yaml_value(value)}" for key, value in own.items())
+
+
+def _statuses(states: Sequence[RunState]) -> str:
+    parts = []
+    for status in sorted({s.status for s in states}):
+        group = [s for s in states if s.status == status]
+        why = next((f" [{s.why}]" for s in group if s.why), "")
+        parts.append(f"{status} (seed {', '.join(str(s.job.key.seed) for s in group)}){why}")
+    return "; ".join(parts)
+
+
+def settings_and_sources(state: RunState) -> list[str]:
+    """Settings that flags gave, or whose source the recipe names: `key = value   who said it; where it is from`."""
+    resolved, meaning = state.meaning.resolved, state.meaning
+    if resolved is None:
+        return [f"{key} = {yaml_value(value)}" for key, value in meaning.tree.items()]
+    lines = [f"recipe = {resolved.path.stem}   {resolved.why}"]
+    for key, value in meaning.tree.items():
+        speaker = resolved.said_by.get(key, "")
+        source = resolved.sources.get(key) or resolved.sources.get(key.rpartition(".")[0], "")
+        if key == "seed" or (key == "data" and not meaning.data_here):
+            continue
+        if speaker.startswith("--") or source:
+            lines.append(f"{key} = {yaml_value(value)}   " + "; ".join(part for part in (speaker, source) if part))
+    if not meaning.data_here:
+        lines.append("data = imagenet   found by IMAGENET_DIR when it is run; it is not on this machine")
+    return lines
+
+
+# --------------------------------------------------------------------------------------------------------- --commands
+
+
+def _shell_line(command: Command, launch: str) -> str:
+    return f"{program(command.verb, launch)} {shlex.join(command.arguments)}"
+
+
+def slurm_script(commands: Sequence[Command], jobs: Sequence[Job], launch: str, name: str) -> list[str]:
+    """The lines of a script that submits one array per level: a level needs only the levels before it."""
+    missing, levels = {command.key for command in commands}, dict[RunKey, int]()
+    for job in jobs:  # prerequisites come first
+        before = [levels[need] + (need in missing) for need in job.needs.values() if need in levels]
+        levels[job.key] = max(before, default=0)
+    groups: dict[int, list[Command]] = {}
+    for command in commands:
+        groups.setdefault(levels[command.key], []).append(command)
+    lines = [
+        "#!/bin/bash", f"# Runs of the table {name}: bash THIS_FILE submits {len(groups)} array(s), in order.",
+        "# SBATCH_OPTIONS takes more options, such as '--gres=gpu:1 --time=24:00:00 --cpus-per-task=8'.",
+        "set -euo pipefail", "after=",
+    ]  # fmt: skip
+    for number, group in sorted(groups.items()):
+        lines += [
+            "",
+            f"job=$(sbatch --parsable --job-name={shlex.quote(Path(name).stem)}-{number} --array=0-{len(group) - 1} "
+            "${after:+--dependency=afterok:$after} ${SBATCH_OPTIONS:-} <<'RUNS'",
+            "#!/bin/bash",
+            "case $SLURM_ARRAY_TASK_ID in",
+            *(f"  {i}) {_shell_line(command, launch)} ;;" for i, command in enumerate(group)),
+            "esac",
+            "RUNS",
+            ")",
+            "after=$job",
+        ]
+    return lines

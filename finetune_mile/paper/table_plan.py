@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from finetune_mile.paper.table import settings_of
-from finetune_mile.paper.tables.cells import make_jobs, resolve_all
 from finetune_mile.paper.tables.description import find_table, quick_table, read_table
-from finetune_mile.paper.tables.states import states_of
+from finetune_mile.paper.tables.runs import make_jobs, resolve_all, states_of
 from finetune_mile.training.display import duration, wide_console
 from finetune_mile.verbs.plan import all_warnings, size_words
 

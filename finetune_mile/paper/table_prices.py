@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.paper.tables.cells import Key
-from finetune_mile.paper.tables.states import State
+from finetune_mile.paper.tables.runs import RunKey, RunState
 from finetune_mile.pricing.making import Offer, make_offer
 from finetune_mile.pricing.scene import NetworkFacts, look_at_network
 
 
 def price_cells(
-    states: Sequence[State], tell: Callable[[str], None] = lambda _: None, *, others: Sequence[State] = ()
+    states: Sequence[RunState], tell: Callable[[str], None] = lambda _: None, *, others: Sequence[RunState] = ()
 ) -> dict[str, Offer | str]:
     """Cell in words to an offer for one run of it, or to the reason why there is none.
 
@@ -38,7 +37,7 @@ def price_cells(
     return offers
 
 
-def _offer(state: State, by_key: Mapping[Key, State]) -> Offer:
+def _offer(state: RunState, by_key: Mapping[RunKey, RunState]) -> Offer:
     job, resolved = state.job, state.meaning.resolved
     assert resolved is not None
     recipe = resolved.recipe
@@ -49,7 +48,7 @@ def _offer(state: State, by_key: Mapping[Key, State]) -> Offer:
     return make_offer(recipe, network=network, teacher=teacher)
 
 
-def _of_need(state: State, by_key: Mapping[Key, State], field: str) -> NetworkFacts | None:
+def _of_need(state: RunState, by_key: Mapping[RunKey, RunState], field: str) -> NetworkFacts | None:
     """The network of another run of the table that a setting names, also before that run exists."""
     assert state.meaning.resolved is not None
     text = str(getattr(state.meaning.resolved.recipe, field))

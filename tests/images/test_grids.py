@@ -10,7 +10,7 @@ import torch
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.grids import Layout, make_grids
 from finetune_mile.images.sources import load_data, split_name
-from finetune_mile.paper.multi_mnist import load
+from finetune_mile.paper.datasets import multi_mnist
 
 
 def idx(values):
@@ -30,7 +30,7 @@ def mnist(tmp_path):
 
 
 def test_a_grid_shows_its_true_set_and_its_label_is_drawn_by_the_rule(mnist):
-    data = load(f"{mnist}?train=4000&val=500")
+    data = multi_mnist(f"{mnist}?train=4000&val=500")
     images = data.train
     shown = torch.stack([images.read(i)[0, 7::14, 7::14].flatten() // 10 for i in range(200)]).long()  # (200, 9)
     for cells, truth, main in zip(shown, images.truth, images.main, strict=False):
@@ -43,7 +43,7 @@ def test_a_grid_shows_its_true_set_and_its_label_is_drawn_by_the_rule(mnist):
 
 
 def test_two_rows_have_the_first_cell_as_main_object_and_single_images_show_it_alone(mnist):
-    data = load(f"{mnist}?rows=2&share=0.55&single=0.5&train=2000&val=100")
+    data = multi_mnist(f"{mnist}?rows=2&share=0.55&single=0.5&train=2000&val=100")
     sizes = data.train.truth.sum(1)
     alone = [i for i in range(2000) if not data.train.read(i)[0, :14, 14:].any() and sizes[i] == 1]
     assert 0.4 < len(alone) / 2000 < 0.6
@@ -53,19 +53,19 @@ def test_two_rows_have_the_first_cell_as_main_object_and_single_images_show_it_a
 
 
 def test_another_draw_gives_other_grids_and_the_same_draw_the_same(mnist):
-    first, again, other = (load.__wrapped__(f"{mnist}?train=50&val=50&draw={d}") for d in (0, 0, 1))
+    first, again, other = (multi_mnist.__wrapped__(f"{mnist}?train=50&val=50&draw={d}") for d in (0, 0, 1))
     assert torch.equal(first.train.read(3), again.train.read(3))
     assert not torch.equal(first.train.given, other.train.given)
 
 
 def test_halves_of_the_test_digits_do_not_meet(mnist):
-    even, odd = (load(f"{mnist}?train=10&val=200&half={h}").val for h in ("even", "odd"))
+    even, odd = (multi_mnist(f"{mnist}?train=10&val=200&half={h}").val for h in ("even", "odd"))
     assert set(even.given.tolist()) == {0, 2, 4, 6, 8}
     assert set(odd.given.tolist()) == {1, 3, 5, 7, 9}
 
 
 def test_two_digits_in_a_cell_are_a_number(mnist):
-    data = load(f"{mnist}?digits=2&train=300&val=200&half=odd")
+    data = multi_mnist(f"{mnist}?digits=2&train=300&val=200&half=odd")
     assert (len(data.classes), data.classes[7]) == (100, "07")
     images = data.train
     for i in range(50):
@@ -96,7 +96,7 @@ def test_what_cannot_be_a_grid_is_one_sentence(mnist, tmp_path, monkeypatch):
         assert part in str(caught.value), name
     (mnist / "train-images-idx3-ubyte").write_bytes(b"\x00\x00\x08\x03short")
     with pytest.raises(Problem, match="train-images-idx3-ubyte"):
-        load.__wrapped__(str(mnist))
+        multi_mnist.__wrapped__(str(mnist))
 
 
 def test_the_place_may_come_from_the_environment(mnist, monkeypatch):

@@ -78,7 +78,7 @@ def test_processes_with_parts_of_a_batch_average_to_the_gradient_of_the_whole(ki
 
 def test_class_weights_are_those_of_the_plain_loss():
     from finetune_mile.learning.losses import cross_entropy
-    from finetune_mile.paper.environments import environment_sums
+    from finetune_mile.paper.irm import environment_sums
 
     logits, targets, environment = batch()
     weights = torch.tensor([0.5, 1.0, 3.0])

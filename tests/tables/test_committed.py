@@ -9,9 +9,8 @@ import pytest
 from PIL import Image
 from shortcuts import ROOT
 
-from finetune_mile.paper.tables.cells import make_jobs, resolve_all
 from finetune_mile.paper.tables.description import find_table, quick_table, read_table
-from finetune_mile.paper.tables.states import records_of, states_of
+from finetune_mile.paper.tables.runs import make_jobs, records_of, resolve_all, states_of
 from finetune_mile.paper.tables.writing import markdown, plotted_hash, read_ledger
 
 LEDGERS = sorted(p.parent for p in (ROOT / "docs/tables").glob("*/runs.jsonl"))
@@ -73,10 +72,14 @@ def test_a_committed_ledger_agrees_with_its_run_folders(folder):
     if not runs.is_dir():
         pytest.skip(f"needs {ledger.table.runs}, the run folders, which are not committed")
     jobs = make_jobs(ledger.table, runs, {})
-    there = {r.key: r for r in records_of(states_of(jobs, resolve_all(jobs), runs))}
+
+    def key(record):
+        return record.block, record.row, record.column, record.seed
+
+    there = {key(r): r for r in records_of(states_of(jobs, resolve_all(jobs), runs))}
     for record in records:
-        if record.key in there and there[record.key].status == "done":
-            assert there[record.key].results == record.results, record.key
+        if key(record) in there and there[key(record)].status == "done":
+            assert there[key(record)].results == record.results, key(record)
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda p: p.stem)

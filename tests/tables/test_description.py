@@ -4,8 +4,8 @@ import pytest
 from tiny import TINY, write_tiny
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.paper.tables.cells import Key, folder_of, layered, make_jobs, pick, resolve_all, slug
 from finetune_mile.paper.tables.description import Table, find_table, quick_table, read_table
+from finetune_mile.paper.tables.runs import RunKey, folder_of, layered, make_jobs, pick, resolve_all, slug
 
 
 def test_every_wrong_reference_is_told_at_once(tmp_path):
@@ -103,7 +103,7 @@ def test_a_row_without_columns_serves_every_column_and_seed(tmp_path):
     ]
     jobs = make_jobs(Table.model_validate(tree), tmp_path, {})
     assert jobs[0].command() == f"finetune-mile pretrain --recipe p --seed 7 --out {tmp_path}/pre/simclr/7"
-    assert {job.needs["pre"] for job in jobs[1:]} == {Key("pre", "simclr", "", 7)}
+    assert {job.needs["pre"] for job in jobs[1:]} == {RunKey("pre", "simclr", "", 7)}
     assert len(jobs) == 5
     assert f"--init {tmp_path}/pre/simclr/7/x.ckpt" in jobs[1].command()
 
@@ -145,7 +145,7 @@ def test_layers_replace_each_other():
 
 def test_names_become_folders_and_must_not_collide(tmp_path):
     assert [slug(n) for n in ("1 %", "mocov2+mile", "MILe (paper)")] == ["1-pct", "mocov2-plus-mile", "mile-paper"]
-    assert folder_of(tmp_path, Key("b", "r", "", 3)) == tmp_path / "b/r/3"
+    assert folder_of(tmp_path, RunKey("b", "r", "", 3)) == tmp_path / "b/r/3"
     tree = {**TINY, "quick": None, "blocks": [{"name": "x", "rows": {"a b": {}, "a-b": {}}}]}
     with pytest.raises(Problem, match="'a b' and 'a-b' would share a folder"):
         make_jobs(Table.model_validate(tree), tmp_path, {})

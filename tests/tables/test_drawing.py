@@ -11,7 +11,7 @@ from finetune_mile.core.problems import Problem
 from finetune_mile.paper.tables.description import find_table, read_table
 from finetune_mile.paper.tables.ledger import make_ledger
 from finetune_mile.paper.tables.plot import draw
-from finetune_mile.paper.tables.states import Record
+from finetune_mile.paper.tables.runs import RunRecord
 from finetune_mile.paper.tables.writing import bars
 
 TABLE = {
@@ -40,7 +40,7 @@ def read(tmp_path, **changes):
 def runs():
     values = {("one", 0): (10.0, 30.0), ("one", 1): (30.0, 40.0), ("two", 0): (25.0, 1.0), ("two", 1): (35.0, 2.0)}
     return [
-        Record(block="b", row=row, column=column, seed=seed, status="done", recipe="r", seconds=1.0, device="cpu",
+        RunRecord(block="b", row=row, column=column, seed=seed, status="done", recipe="r", seconds=1.0, device="cpu",
                threads=1, commit="abc", results={"accuracy": accuracy, "f1@0.25": f1})
         for column in ("x", "y") for (row, seed), (accuracy, f1) in values.items()
     ]  # fmt: skip

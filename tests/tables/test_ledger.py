@@ -11,12 +11,12 @@ from finetune_mile.core.problems import Problem
 from finetune_mile.paper.tables import writing
 from finetune_mile.paper.tables.description import Table
 from finetune_mile.paper.tables.ledger import Number, Spread, make_ledger, noise
-from finetune_mile.paper.tables.states import Record, read_records, write_records
+from finetune_mile.paper.tables.runs import RunRecord, read_records, write_records
 
 
 def record(row, seed, column="10 %", status="done", **results):
     found = {"accuracy": 50.0, "f1@0.25": 20.0, "trivial_f1": 75.0} | results
-    return Record(
+    return RunRecord(
         block="fine-tuning", row=row, column=column, seed=seed, status=status, recipe="12345678",
         results=found if status == "done" else {}, seconds=12.0, device="cpu", threads=1, commit="a" * 40,
     )  # fmt: skip
@@ -52,7 +52,7 @@ def test_noise_is_the_prediction_interval_of_one_more_run():
     ],
 )
 def test_verdicts(values, paper, verdict):
-    assert Number(measure="x", ours=Spread(values=values), paper=paper).verdict == verdict
+    assert Number(ours=Spread(values=values), paper=paper).verdict == verdict
 
 
 def test_differences_are_paired_by_seed_and_bars_are_checked():

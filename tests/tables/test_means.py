@@ -7,11 +7,10 @@ import pytest
 import yaml
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.paper.tables.cells import make_jobs, resolve_all
+from finetune_mile.paper.table import dry_run
 from finetune_mile.paper.tables.description import find_table, quick_table, read_table
 from finetune_mile.paper.tables.ledger import make_ledger
-from finetune_mile.paper.tables.running import dry_run
-from finetune_mile.paper.tables.states import Record, states_of
+from finetune_mile.paper.tables.runs import RunRecord, make_jobs, resolve_all, states_of
 
 TABLE = {
     "title": "T", "runs": "runs/t", "seeds": [0, 1], "settings": {"recipe": "demo"},
@@ -32,7 +31,7 @@ def read(tmp_path, tree):
 
 
 def record(row, column, seed, accuracy):
-    return Record(
+    return RunRecord(
         block="b", row=row, column=column, seed=seed, status="done", recipe=column, results={"accuracy": accuracy},
         seconds=10.0, device="cpu", threads=1, commit="abc",
     )  # fmt: skip

@@ -4,20 +4,20 @@ import signal
 from types import SimpleNamespace
 
 from finetune_mile.paper.tables import running
-from finetune_mile.paper.tables.cells import Key
+from finetune_mile.paper.tables.runs import RunKey
 
-KEY = Key("block", "row [/a]", "", 0)
+KEY = RunKey("block", "row [/a]", "", 0)
 
 
 def test_brackets_in_names_and_errors_are_words(monkeypatch, capsys):
-    def fail(jobs, orders, *, workers, threads, on_start, on_end):
+    def fail(jobs, commands, *, workers, threads, on_start, on_end):
         on_start(KEY)
         on_end(running.Outcome(key=KEY, code=1, seconds=0.0, last_line="error: [/b] is no folder"))
         return True
 
     monkeypatch.setattr(running, "run_jobs", fail)
-    order = running.Order(key=KEY, verb="run", arguments=(), log="log [/c].txt", launch=None)
-    assert running.run_with_progress([], [order], workers=1, threads=1) == 1
+    command = running.Command(key=KEY, verb="run", arguments=(), log="log [/c].txt", launch=None)
+    assert running.run_with_progress([], [command], workers=1, threads=1) == 1
     said = capsys.readouterr().err
     assert "FAILED block / row [/a], seed 0: error: [/b] is no folder" in said
     assert "log [/c].txt" in said

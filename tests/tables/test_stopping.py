@@ -29,7 +29,7 @@ def test_a_stopped_table_goes_on(tmp_path):
         process.send_signal(signal.SIGINT)
         _, said = process.communicate()
     assert process.returncode == 130, said
-    assert "the next call goes on with it" in said
+    assert "run the same command again to continue it" in said
     assert json.loads((folder / "run.json").read_text())["status"] == "stopped"
     assert list((folder / "checkpoints").glob("step-*.pt"))
     assert subprocess.run(command, cwd=ROOT, capture_output=True, check=False).returncode == 0

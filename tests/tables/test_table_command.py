@@ -9,7 +9,7 @@ from tiny import write_tiny
 
 from finetune_mile.cli import main
 from finetune_mile.paper.tables.description import read_table
-from finetune_mile.paper.tables.states import read_records
+from finetune_mile.paper.tables.runs import read_records
 from finetune_mile.paper.tables.writing import plotted_hash, read_ledger
 
 

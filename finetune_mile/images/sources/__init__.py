@@ -11,7 +11,7 @@ from typing import cast
 from finetune_mile.core.problems import Problem, did_you_mean
 from finetune_mile.images.imageset import Data
 
-# Scheme of --data: the module whose load(where) reads it.
+# Scheme of --data: the module whose load(where) reads it, or module:function.
 SOURCES: dict[str, str] = {
     "demo": "finetune_mile.images.sources.demo",
     "folder": "finetune_mile.images.sources.folder",
@@ -21,10 +21,10 @@ SOURCES: dict[str, str] = {
     "wds": "finetune_mile.images.sources.wds",
     "webvision": "finetune_mile.images.sources.webvision",
     "celeba": "finetune_mile.images.sources.celeba",
-    "multi-mnist": "finetune_mile.paper.multi_mnist",
-    "mosaic": "finetune_mile.paper.mosaic",
-    "colored-mnist": "finetune_mile.paper.colored_mnist",
-    "colored-mnist+": "finetune_mile.paper.colored_mnist_plus",
+    "multi-mnist": "finetune_mile.paper.datasets:multi_mnist",
+    "mosaic": "finetune_mile.paper.datasets:mosaic",
+    "colored-mnist": "finetune_mile.paper.datasets:colored_mnist",
+    "colored-mnist+": "finetune_mile.paper.datasets:colored_mnist_plus",
 }
 DIRECTORIES = ("folder", "imagenet", "wds", "webvision", "celeba", "mosaic")
 OF_MNIST = ("multi-mnist", "colored-mnist", "colored-mnist+")
@@ -84,5 +84,6 @@ def _imagenet_place() -> str:
 def load_data(data: str) -> Data:
     """Open a data set by its name."""
     scheme, where = split_name(data)
-    load = cast(Callable[[str], Data], importlib.import_module(SOURCES[scheme]).load)
+    module, _, function = SOURCES[scheme].partition(":")
+    load = cast(Callable[[str], Data], getattr(importlib.import_module(module), function or "load"))
     return load(where)

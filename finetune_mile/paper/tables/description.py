@@ -1,31 +1,26 @@
-"""What a table is, as data: recipes/tables/NAME.yaml, checked as a whole before any work. No torch here."""
+"""What a table is, as data: recipes/tables/NAME.yaml, checked completely before any work. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from finetune_mile.config.resolve import read_yaml
 from finetune_mile.core.files import shipped
 from finetune_mile.core.problems import Problem, did_you_mean
+from finetune_mile.core.types import Section
 
 Settings = dict[str, Any]  # recipe keys, dotted or nested; also `recipe`
 Seeds = tuple[int, ...]
 
 
-class Part(BaseModel):
-    """Immutable; unknown keys raise an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Row(Part):
+class Row(Section):
     """One way of training: a row of a block, in some or all of its columns."""
 
-    settings: Settings = {}
+    settings: Settings = Field(default={})
     note: str = ""
     only: tuple[str, ...] | None = Field(default=None, description="columns where the row exists; null: all")
     needs: dict[str, str] = Field(default={}, description="name: ROW, BLOCK/ROW or BLOCK/ROW/COLUMN to run before")
@@ -34,7 +29,7 @@ class Row(Part):
     hidden: bool = Field(default=False, description="a prerequisite that is no result")
 
 
-class Bar(Part):
+class Bar(Section):
     """A bound on a mean over seeds, or on each seed: of a row, or of the paired difference of two."""
 
     row: str | None = None
@@ -60,14 +55,17 @@ class Bar(Part):
         return self
 
     @property
+    def subject(self) -> tuple[str, ...]:
+        return self.rows or (self.row or "",)
+
+    @property
     def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest value that meets it."""
         low, high = self.between or (float("-inf"), float("inf"))
         low = low if self.at_least is None else max(low, self.at_least)
         return low, high if self.at_most is None else min(high, self.at_most)
 
 
-class Heatmap(Part):
+class Heatmap(Section):
     """Draw a sweep as maps: x and y are settings, the colour of each map is a measure (its shown name)."""
 
     x: str
@@ -75,7 +73,7 @@ class Heatmap(Part):
     measures: tuple[str, ...] = Field(min_length=1)
 
 
-class Curve(Part):
+class Curve(Section):
     """Draw a trade-off: rows in their order, one measure against another (their shown names), and rivals beside."""
 
     x: str
@@ -85,15 +83,15 @@ class Curve(Part):
     rivals_y: str | None = Field(default=None, description="their measure, where it is another one than y")
 
 
-class Block(Part):
+class TableBlock(Section):
     """Rows and columns that share measures."""
 
     name: str
     about: str = ""
     hidden: bool = False
     seeds: Seeds | None = None
-    settings: Settings = {}
-    columns: dict[str, Settings] = {"": {}}
+    settings: Settings = Field(default={})
+    columns: dict[str, Settings] = Field(default={"": {}})
     means: dict[str, tuple[str, ...]] = Field(default={}, description="a column that is the mean of these, per seed")
     rows: dict[str, Row]
     measures: dict[str, str] = Field(default={}, description="shown name: key of results.json")
@@ -108,11 +106,9 @@ class Block(Part):
 
     @property
     def shown_rows(self) -> list[str]:
-        """Rows that are results."""
         return [] if self.hidden else [name for name, row in self.rows.items() if not row.hidden]
 
     def columns_of(self, row: str) -> list[str]:
-        """Columns in which a row exists."""
         only = self.rows[row].only
         return [c for c in self.columns if only is None or c in only]
 
@@ -122,50 +118,49 @@ class Block(Part):
         return [*self.columns, *self.means]
 
     def shown_columns_of(self, row: str) -> list[str]:
-        """The same for a row; a mean is there where all its columns are."""
+        """The same for one row: a mean exists where all its columns do."""
         own = self.columns_of(row)
         return [*own, *(name for name, parts in self.means.items() if set(parts) <= set(own))]
 
 
-class QuickBlock(Part):
-    """What --quick leaves of a block."""
+class QuickBlock(Section):
+    """The part of a block that --quick runs."""
 
     columns: tuple[str, ...] | None = None
     rows: tuple[str, ...] | None = None
     seeds: Seeds | None = None
-    settings: Settings = {}
+    settings: Settings = Field(default={})
 
 
-class Quick(Part):
-    """What --quick runs; blocks that are not named are left out, unless no block is named."""
+class Quick(Section):
+    """The part of a table that --quick runs. Blocks that are not named are left out, unless no block is named."""
 
     seeds: Seeds | None = None
-    settings: Settings = {}
-    blocks: dict[str, QuickBlock] = {}
+    settings: Settings = Field(default={})
+    blocks: dict[str, QuickBlock] = Field(default={})
 
 
-class Table(Part):
-    """A whole table."""
+class Table(Section):
+    """All that recipes/tables/NAME.yaml says."""
 
     title: str
     about: str = ""
     runs: str
-    settings: Settings = {}
+    settings: Settings = Field(default={})
     seeds: Seeds = (0,)
-    blocks: tuple[Block, ...] = Field(min_length=1)
+    blocks: tuple[TableBlock, ...] = Field(min_length=1)
     quick: Quick | None = None
 
-    def block(self, name: str) -> Block:
-        """A block by name."""
+    def block(self, name: str) -> TableBlock:
         return next(b for b in self.blocks if b.name == name)
 
-    def seeds_of(self, block: Block, row: str) -> Seeds:
+    def seeds_of(self, block: TableBlock, row: str) -> Seeds:
         """The seeds of a row: its own, else the block's, else the table's."""
         own = block.rows[row].seeds
         return own if own is not None else block.seeds if block.seeds is not None else self.seeds
 
-    def find(self, reference: str, block: Block) -> tuple[Block, str] | None:
-        """The block and row that `ROW` (of `block`) or `BLOCK/ROW` means; None: there is no such row."""
+    def find(self, reference: str, block: TableBlock) -> tuple[TableBlock, str] | None:
+        """The block and row of a reference: `ROW` (of `block`) or `BLOCK/ROW`. None: there is no such row."""
         if reference in block.rows:
             return block, reference
         name, _, row = reference.partition("/")
@@ -174,8 +169,19 @@ class Table(Part):
                 return other, row
         return None
 
-    def find_need(self, reference: str, block: Block) -> tuple[Block, str, str | None] | None:
-        """Block, row and, where it is fixed, column that a `needs` entry means."""
+    def find_cell(self, reference: str, block: TableBlock, column: str) -> tuple[TableBlock, str, str] | None:
+        """Block, row and column of a reference; None: there is no such cell. Another block's only column is any."""
+        place = self.find(reference, block)
+        if place is None:
+            return None
+        other, row = place
+        columns = other.shown_columns_of(row)
+        if other.name != block.name and len(columns) == 1:
+            return other, row, columns[0]
+        return (other, row, column) if column in columns else None
+
+    def find_need(self, reference: str, block: TableBlock) -> tuple[TableBlock, str, str | None] | None:
+        """Block, row and, if the reference names it, column of a `needs` entry. None: there is no such one."""
         place = self.find(reference, block)
         if place is not None:
             return (*place, None)
@@ -184,11 +190,8 @@ class Table(Part):
         return (*place, column) if place is not None and column in place[0].columns_of(place[1]) else None
 
 
-Kind = Literal["block", "row", "column", "measure"]
-
-
 def find_table(name: str) -> Path:
-    """A description by path, or by its name below recipes/tables/."""
+    """Find a description by its path, or by its name below recipes/tables/."""
     folder = shipped("recipes") / "tables"
     for path in (Path(name), folder / name, folder / f"{name}.yaml"):
         if path.is_file():
@@ -198,28 +201,25 @@ def find_table(name: str) -> Path:
 
 
 def read_table(path: Path) -> Table:
-    """A checked description, or everything that is wrong with it at once."""
+    """Read and check a description; the `Problem` lists everything that is wrong with it."""
     try:
         table = Table.model_validate(read_yaml(path))
     except ValidationError as error:
-        raise Problem(*(_sentence(path, item) for item in error.errors())) from error
-    wrong = wrong_with(table)
-    if wrong:
+        wrong = []
+        for item in error.errors():
+            key, message = ".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")
+            wrong.append(f"{key or 'it'}: {message[0].lower()}{message[1:]}")
+        raise Problem(*(f"table {path.name}: {sentence}" for sentence in wrong)) from error
+    if wrong := wrong_with(table):
         raise Problem(*(f"table {path.name}: {sentence}" for sentence in wrong))
     return table
-
-
-def _sentence(path: Path, item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"])
-    message = str(item["msg"]).removeprefix("Value error, ")
-    return f"table {path.name}: {where or 'it'}: {message[0].lower()}{message[1:]}"
 
 
 # ------------------------------------------------------------------------------- references, all at once
 
 
 def wrong_with(table: Table) -> list[str]:
-    """Every reference of a description that leads nowhere, as sentences."""
+    """A sentence for every name in a description that does not exist."""
     wrong: list[str] = []
     names = [b.name for b in table.blocks]
     wrong += [f"two blocks are named {n}" for n in sorted({n for n in names if names.count(n) > 1})]
@@ -234,7 +234,7 @@ def wrong_with(table: Table) -> list[str]:
     return wrong
 
 
-def _wrong_in_block(table: Table, block: Block) -> list[str]:
+def _wrong_in_block(table: Table, block: TableBlock) -> list[str]:
     wrong = []
     if not block.columns:
         wrong.append("columns: is empty; leave it out for a block without columns")
@@ -255,13 +255,16 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
     for name, columns in block.paper.items():
         wrong += _missing(f"paper {name}", "column", columns, block.shown_columns)
         wrong += _missing(f"paper {name}", "measure", {m for ms in columns.values() for m in ms}, block.measures)
-    pairs = [r for pair in block.differences for r in pair if table.find(r, block) is None]
-    wrong += _missing("differences", "row", pairs, block.rows)
+    unknown = [r for pair in block.differences for r in pair if table.find(r, block) is None]
+    wrong += _missing("differences", "row", unknown, block.rows)
     for bar in block.bars:
-        unknown = [r for r in bar.rows or (bar.row or "",) if table.find(r, block) is None]
+        unknown = [r for r in bar.subject if table.find(r, block) is None]
         wrong += _missing("bars", "row", unknown, block.rows)
         wrong += _missing("bars", "column", [bar.column], block.shown_columns)
-        wrong += [f"bars: row {r} has no column {bar.column!r}" for r in _rows_without(table, block, bar)]
+        if bar.column in block.shown_columns:
+            without = [r for r in bar.subject if table.find_cell(r, block, bar.column) is None]
+            known = [r for r in without if (place := table.find(r, block)) and place[0].columns_of(place[1])]
+            wrong += [f"bars: row {r} has no column {bar.column!r}" for r in known]
         wrong += _missing("bars", "measure", [bar.measure, bar.against or bar.measure], block.measures)
     if block.heatmap is not None:
         wrong += _missing("heatmap", "measure", block.heatmap.measures, block.measures)
@@ -271,21 +274,7 @@ def _wrong_in_block(table: Table, block: Block) -> list[str]:
     return list(dict.fromkeys(wrong))
 
 
-def _rows_without(table: Table, block: Block, bar: Bar) -> list[str]:
-    """Rows of a bar that its column does not have; another block's only column stands for any."""
-    if bar.column not in block.shown_columns:
-        return []
-    without = []
-    for reference in bar.rows or (bar.row or "",):
-        place = table.find(reference, block)
-        columns = [bar.column] if place is None else place[0].shown_columns_of(place[1])
-        elsewhere = place is not None and place[0].name != block.name
-        if columns and bar.column not in columns and not (elsewhere and len(columns) == 1):
-            without.append(reference)
-    return without
-
-
-def _missing(where: str, kind: Kind, used: Iterable[str], names: Collection[str]) -> list[str]:
+def _missing(where: str, kind: str, used: Iterable[str], names: Collection[str]) -> list[str]:
     """A sentence for each used name that is not among the names."""
     unknown = [name for name in used if name not in names]
     return [f"{where}: there is no {kind} {n!r}; {did_you_mean(repr(n), map(repr, names))}" for n in unknown]
@@ -300,68 +289,66 @@ def quick_table(table: Table) -> Table:
     if quick is None:
         raise Problem(f"--quick: the table {table.title!r} does not say what its quick form is (a block quick:)")
     parts = quick.blocks or {b.name: QuickBlock() for b in table.blocks}
-    wanted: dict[str, set[str]] = {name: set(part.rows or table.block(name).shown_rows) for name, part in parts.items()}
-    shown = {name: set(rows) for name, rows in wanted.items()}
-    _add_needed(table, wanted)
-    blocks = [
-        _shrink(table, block, parts.get(block.name), wanted[block.name], shown.get(block.name, set()))
-        for block in table.blocks
-        if wanted.get(block.name)
-    ]
-    return table.model_copy(
-        update={
-            "title": f"{table.title} (quick)", "blocks": tuple(blocks), "quick": None, "runs": f"{table.runs}-quick",
-            "settings": {**table.settings, **quick.settings}, "seeds": _fewer(table.seeds, quick.seeds),
-        }
-    )  # fmt: skip
-
-
-def _add_needed(table: Table, wanted: dict[str, set[str]]) -> None:
-    """Add the rows that wanted rows need, and those that these need."""
-    todo = [(table.block(name), row) for name, rows in wanted.items() for row in rows]
-    for block, row in todo:  # it grows
+    shown = {(name, row) for name, part in parts.items() for row in part.rows or table.block(name).shown_rows}
+    kept = list(shown)
+    for name, row in kept:  # grows by the rows that these need
+        block = table.block(name)
         for reference in block.rows[row].needs.values():
             need = table.find_need(reference, block)
             assert need is not None  # checked when it was read
-            if need[1] not in wanted.setdefault(need[0].name, set()):
-                wanted[need[0].name].add(need[1])
-                todo.append(need[:2])
-
-
-def _shrink(table: Table, block: Block, part: QuickBlock | None, rows: set[str], shown: set[str]) -> Block:
-    assert table.quick is not None
-    part = part or QuickBlock()
-    seeds = part.seeds if part.seeds is not None else table.quick.seeds
-    columns = {c: s for c, s in block.columns.items() if part.columns is None or c in part.columns}
-    means = {name: parts for name, parts in block.means.items() if set(parts) <= set(columns)}
-    shown_columns = {*columns, *means}
-    kept = {}
-    for name, row in block.rows.items():
-        if name not in rows:
-            continue
-        only = None if row.only is None else tuple(c for c in row.only if c in columns)
-        own = None if row.seeds is None else _fewer(row.seeds, seeds)
-        kept[name] = row.model_copy(update={"only": only, "seeds": own, "hidden": row.hidden or name not in shown})
-
-    def here(reference: str) -> bool:
-        place = table.find(reference, block)
-        return place is not None and (place[0].name != block.name or place[1] in kept)
-
-    return block.model_copy(
+            if (need[0].name, need[1]) not in kept:
+                kept.append((need[0].name, need[1]))
+    return table.model_copy(
         update={
-            "columns": columns, "means": means, "rows": kept, "settings": {**block.settings, **part.settings},
-            "seeds": _fewer(block.seeds if block.seeds is not None else table.seeds, seeds),
-            "paper": {
-                r: {c: n for c, n in cs.items() if c in shown_columns} for r, cs in block.paper.items() if r in kept
-            },
-            "differences": tuple(pair for pair in block.differences if all(map(here, pair))),
-            "bars": tuple(
-                b for b in block.bars if b.column in shown_columns and all(map(here, b.rows or (b.row or "",)))
+            "title": f"{table.title} (quick)", "quick": None, "runs": f"{table.runs}-quick",
+            "settings": {**table.settings, **quick.settings}, "seeds": _fewer(table.seeds, quick.seeds),
+            "blocks": tuple(
+                _shrink(table, block, parts.get(block.name, QuickBlock()), kept, shown)
+                for block in table.blocks
+                if block.name in dict(kept)
             ),
         }
     )  # fmt: skip
 
 
-def _fewer(seeds: Seeds, wanted: Seeds | None) -> Seeds:
-    """The wanted ones among `seeds`; all where none is among them (a row with one seed of its own)."""
-    return tuple(s for s in seeds if wanted is None or s in wanted) or seeds
+def _shrink(
+    table: Table, block: TableBlock, part: QuickBlock, kept: list[tuple[str, str]], shown: set[tuple[str, str]]
+) -> TableBlock:
+    """A block for --quick; `kept` and `shown` are blocks and rows."""
+    assert table.quick is not None
+    seeds = part.seeds if part.seeds is not None else table.quick.seeds
+    columns = {c: s for c, s in block.columns.items() if part.columns is None or c in part.columns}
+    means = {name: parts for name, parts in block.means.items() if set(parts) <= set(columns)}
+    shown_columns = {*columns, *means}
+    rows = {
+        name: row.model_copy(
+            update={
+                "only": None if row.only is None else tuple(c for c in row.only if c in columns),
+                "seeds": None if row.seeds is None else _fewer(row.seeds, seeds),
+                "hidden": row.hidden or (block.name, name) not in shown,
+            }
+        )
+        for name, row in block.rows.items()
+        if (block.name, name) in kept
+    }
+
+    def here(reference: str) -> bool:
+        place = table.find(reference, block)
+        return place is not None and (place[0].name != block.name or place[1] in rows)
+
+    return block.model_copy(
+        update={
+            "columns": columns, "means": means, "rows": rows, "settings": {**block.settings, **part.settings},
+            "seeds": _fewer(block.seeds if block.seeds is not None else table.seeds, seeds),
+            "paper": {
+                r: {c: n for c, n in cs.items() if c in shown_columns} for r, cs in block.paper.items() if r in rows
+            },
+            "differences": tuple(pair for pair in block.differences if all(map(here, pair))),
+            "bars": tuple(b for b in block.bars if b.column in shown_columns and all(map(here, b.subject))),
+        }
+    )  # fmt: skip
+
+
+def _fewer(seeds: Seeds, chosen: Seeds | None) -> Seeds:
+    """The chosen ones among `seeds`; all of them if none was chosen (a row with one seed of its own)."""
+    return tuple(s for s in seeds if chosen is None or s in chosen) or seeds

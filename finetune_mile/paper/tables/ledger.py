@@ -13,32 +13,26 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.paper.tables.cells import Key
-from finetune_mile.paper.tables.description import Bar, Block, Table
-from finetune_mile.paper.tables.states import Record
-
-Verdict = Literal["within noise", "higher", "lower", "one seed", "not run", ""]
+from finetune_mile.paper.tables.description import Bar, Table, TableBlock
+from finetune_mile.paper.tables.runs import RunKey, RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Values over seeds."""
+    """Values over seeds: their mean (NaN of none) and sample standard deviation (None for one seed)."""
 
     values: tuple[float, ...]
 
     @property
     def n(self) -> int:
-        """Number of seeds."""
         return len(self.values)
 
     @property
     def mean(self) -> float:
-        """Their mean; NaN of none."""
         return statistics.fmean(self.values) if self.values else math.nan
 
     @property
     def sd(self) -> float | None:
-        """Their sample standard deviation; None for one seed."""
         return statistics.stdev(self.values) if self.n > 1 else None
 
 
@@ -46,17 +40,15 @@ class Spread:
 class Number:
     """One measure of one cell beside the paper's."""
 
-    measure: str
     ours: Spread
     paper: float | None
 
     @property
     def delta(self) -> float | None:
-        """Ours minus the paper's."""
         return None if self.paper is None or not self.ours.n else self.ours.mean - self.paper
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> str:
         """Does ours differ from the paper's by more than chance?"""
         if not self.ours.n:
             return "not run"
@@ -76,26 +68,13 @@ class Cell:
     row: str
     column: str
     numbers: Mapping[str, Number]
-    seeds: int  # how many there are to be
-    runs: tuple[Record, ...]  # that are done
-    others: tuple[Record, ...]  # stale, stopped, failed
+    seeds: int  # expected
+    runs: Sequence[RunRecord]  # that are done
+    others: Sequence[RunRecord]  # stale, stopped, failed
     price: str  # what a run would take here, where none is done
-
-    @property
-    def seconds(self) -> float | None:
-        """Mean cost of a run."""
-        known = [r.seconds for r in self.runs if r.seconds is not None]
-        return statistics.fmean(known) if known else None
-
-    @property
-    def commit(self) -> str:
-        """The commits that the runs were made with, short."""
-        return ", ".join(dict.fromkeys(short_commit(r.commit) for r in self.runs))
-
-    @property
-    def recipe(self) -> str:
-        """Hash of the resolved recipe."""
-        return ", ".join(dict.fromkeys(r.recipe for r in self.runs))
+    seconds: float | None  # mean of the runs
+    commit: str  # of the runs, short
+    recipe: str  # hash of the resolved recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +89,6 @@ class Difference:
 
     @property
     def up(self) -> int:
-        """Seeds in which the first is higher."""
         return sum(v > 0 for v in self.paired.values)
 
 
@@ -136,16 +114,15 @@ class CheckedBar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLedger:
-    """All that is shown of a block."""
+    """A block with its numbers."""
 
-    block: Block
+    block: TableBlock
     cells: tuple[Cell, ...]
     differences: tuple[Difference, ...]
     bars: tuple[CheckedBar, ...]
     constants: Mapping[str, Mapping[str, Spread]]  # name: column: values
 
     def cell(self, row: str, column: str) -> Cell | None:
-        """The cell of a row and column; None where the row does not exist."""
         return next((c for c in self.cells if (c.row, c.column) == (row, column)), None)
 
 
@@ -169,18 +146,11 @@ def noise(ours: Spread) -> float:
     return float(t.ppf(0.975, ours.n - 1)) * ours.sd * math.sqrt(1 + 1 / ours.n)
 
 
-def short_commit(commit: str | None) -> str:
-    """Seven digits; `+` marks changes that were not committed."""
-    if commit is None:
-        return "?"
-    return commit[:7] + ("+" if commit.endswith("-dirty") else "")
+Grid = dict[tuple[str, str, str], dict[int, RunRecord]]  # block, row, column: seed: record
 
 
-Grid = dict[tuple[str, str, str], dict[int, Record]]  # block, row, column: seed: record
-
-
-def make_ledger(table: Table, records: Sequence[Record], prices: Mapping[str, str]) -> Ledger:
-    """Compute everything that is shown; prices: cell in words -> price in words."""
+def make_ledger(table: Table, records: Sequence[RunRecord], prices: Mapping[str, str]) -> Ledger:
+    """Compute all numbers; `prices` are cells in words and their prices in words."""
     done: Grid = {}
     others: Grid = {}
     for record in records:
@@ -190,9 +160,7 @@ def make_ledger(table: Table, records: Sequence[Record], prices: Mapping[str, st
     _add_means(table, done)
     blocks = [_block(table, block, done, others, prices) for block in table.blocks if block.shown_rows]
     finished = [r for r in records if r.status == "done"]
-    expected = sum(
-        len(table.seeds_of(b, row)) * len(b.columns_of(row)) for b in table.blocks for row in b.rows
-    )  # fmt: skip
+    expected = sum(len(table.seeds_of(b, row)) * len(b.columns_of(row)) for b in table.blocks for row in b.rows)
     devices = [f"{r.device}, {r.threads} thread{'s' if r.threads != 1 else ''}" for r in finished if r.device]
     return Ledger(
         table=table, blocks=tuple(blocks), runs=len(finished), expected=expected,
@@ -210,7 +178,7 @@ def _add_means(table: Table, done: Grid) -> None:
                 done[block.name, row, name] = {seed: _mean_of([p[seed] for p in parts], name) for seed in seeds}
 
 
-def _mean_of(runs: Sequence[Record], column: str) -> Record:
+def _mean_of(runs: Sequence[RunRecord], column: str) -> RunRecord:
     keys = [key for key in runs[0].results if all(key in r.results for r in runs)]
     seconds = [r.seconds for r in runs if r.seconds is not None]
     return replace(
@@ -239,19 +207,23 @@ def _check_measures(table: Table, done: Grid) -> None:
         raise Problem(*wrong)
 
 
-def _block(table: Table, block: Block, done: Grid, others: Grid, prices: Mapping[str, str]) -> BlockLedger:
+def _block(table: Table, block: TableBlock, done: Grid, others: Grid, prices: Mapping[str, str]) -> BlockLedger:
     cells = []
     for row in block.shown_rows:
         for column in block.shown_columns_of(row):
             place = (block.name, row, column)
-            runs = done.get(place, {})
+            runs = _by_seed(done, place)
+            seconds = [r.seconds for r in runs if r.seconds is not None]
+            commits = ["?" if r.commit is None else r.commit[:7] + "+" * r.commit.endswith("-dirty") for r in runs]
             paper = block.paper.get(row, {}).get(column, {})
             cells.append(
                 Cell(
-                    row=row, column=column, seeds=len(table.seeds_of(block, row)), runs=_sorted(runs),
-                    others=_sorted(others.get(place, {})), price=prices.get(Key(*place, 0).cell, ""),
+                    row=row, column=column, seeds=len(table.seeds_of(block, row)), runs=runs,
+                    others=_by_seed(others, place), price=prices.get(RunKey(*place, 0).cell, ""),
+                    seconds=statistics.fmean(seconds) if seconds else None, commit=", ".join(dict.fromkeys(commits)),
+                    recipe=", ".join(dict.fromkeys(r.recipe for r in runs)),
                     numbers={
-                        name: Number(measure=name, ours=_spread(runs, key), paper=paper.get(name))
+                        name: Number(ours=_spread(runs, key), paper=paper.get(name))
                         for name, key in block.measures.items()
                     },
                 )
@@ -263,66 +235,55 @@ def _block(table: Table, block: Block, done: Grid, others: Grid, prices: Mapping
             for a, b in block.differences
             for column in block.shown_columns
             for name in block.measures
-            if (paired := _paired(table, block, a, b, column, name, done)) is not None
+            if (paired := _values(table, block, ((a, name), (b, name)), column, done)) is not None
         ),
         bars=tuple(_checked(table, block, bar, done) for bar in block.bars),
-        constants={name: _constant(block, key, done) for name, key in block.constants.items()},
+        constants={
+            name: {column: _constant(block, column, key, done) for column in block.shown_columns}
+            for name, key in block.constants.items()
+        },
     )  # fmt: skip
 
 
-def _sorted(runs: Mapping[int, Record]) -> tuple[Record, ...]:
-    return tuple(runs[seed] for seed in sorted(runs))
+def _by_seed(grid: Grid, place: tuple[str, str, str]) -> list[RunRecord]:
+    return [run for _, run in sorted(grid.get(place, {}).items())]
 
 
-def _spread(runs: Mapping[int, Record], key: str) -> Spread:
-    return Spread(values=tuple(r.results[key] for r in _sorted(runs) if key in r.results))
+def _spread(runs: Sequence[RunRecord], key: str) -> Spread:
+    return Spread(values=tuple(r.results[key] for r in runs if key in r.results))
 
 
-def _values(table: Table, block: Block, reference: str, column: str, measure: str, done: Grid) -> dict[int, float]:
-    """Seed to value of a row of this or another block."""
-    place = table.find(reference, block)
-    if place is None:  # --quick left its block out
-        return {}
-    other, row = place
-    columns = other.shown_columns_of(row)
-    column = column if column in columns else columns[0] if len(columns) == 1 else column
-    key = other.measures.get(measure, block.measures[measure])
-    runs = done.get((other.name, row, column), {})
-    return {seed: r.results[key] for seed, r in sorted(runs.items()) if key in r.results}
-
-
-def _paired(
-    table: Table, block: Block, a: str, b: str, column: str, measure: str, done: Grid, against: str | None = None
+def _values(
+    table: Table, block: TableBlock, subjects: Sequence[tuple[str, str]], column: str, done: Grid
 ) -> Spread | None:
-    """First minus second for the seeds that both have; None where one of the rows is not in the column."""
-    for reference in (a, b):
-        place = table.find(reference, block)
-        if place is None:
+    """Values of a row and measure; of two of them first minus second, for the seeds that both have.
+
+    None: one of the rows is not in the column, or --quick left its block out.
+    """
+    values: list[dict[int, float]] = []
+    for reference, measure in subjects:
+        cell = table.find_cell(reference, block, column)
+        if cell is None:
             return None
-        columns = place[0].shown_columns_of(place[1])
-        if column not in columns and (len(columns) != 1 or place[0].name == block.name):
-            return None
-    pairs = ((a, measure), (b, against or measure))
-    first, second = (_values(table, block, row, column, name, done) for row, name in pairs)
-    return Spread(values=tuple(first[s] - second[s] for s in first if s in second))
+        other, row, own_column = cell
+        key = other.measures.get(measure, block.measures[measure])
+        runs = _by_seed(done, (other.name, row, own_column))
+        values.append({r.seed: r.results[key] for r in runs if key in r.results})
+    if len(values) == 1:
+        return Spread(values=tuple(values[0].values()))
+    first, second = values
+    return Spread(values=tuple(first[seed] - second[seed] for seed in first if seed in second))
 
 
-def _checked(table: Table, block: Block, bar: Bar, done: Grid) -> CheckedBar:
-    subject = bar.rows or (bar.row or "",)
-    seeds = [set(table.seeds_of(*place)) for row in subject if (place := table.find(row, block)) is not None]
-    expected = len(set.intersection(*seeds)) if len(seeds) == len(subject) else 0  # --quick left a block out
-    if bar.rows is not None:
-        paired = _paired(table, block, *bar.rows, bar.column, bar.measure, done, bar.against)
-        return CheckedBar(bar=bar, measured=paired or Spread(values=()), expected=expected)
-    values = _values(table, block, subject[0], bar.column, bar.measure, done)
-    return CheckedBar(bar=bar, measured=Spread(values=tuple(values.values())), expected=expected)
+def _checked(table: Table, block: TableBlock, bar: Bar, done: Grid) -> CheckedBar:
+    seeds = [set(table.seeds_of(*place)) for row in bar.subject if (place := table.find(row, block)) is not None]
+    expected = len(set.intersection(*seeds)) if len(seeds) == len(bar.subject) else 0  # --quick left a block out
+    measures = (bar.measure, bar.against or bar.measure)
+    measured = _values(table, block, list(zip(bar.subject, measures, strict=False)), bar.column, done)
+    return CheckedBar(bar=bar, measured=measured or Spread(values=()), expected=expected)
 
 
-def _constant(block: Block, key: str, done: Grid) -> dict[str, Spread]:
-    """Values of a constant in each column, over all rows and seeds; they are the same unless the data differ."""
-    spreads = {}
-    for column in block.shown_columns:
-        places = [done.get((block.name, row, column), {}) for row in block.shown_rows]
-        values = [v for runs in places for v in _spread(runs, key).values]
-        spreads[column] = Spread(values=tuple(dict.fromkeys(values)))
-    return spreads
+def _constant(block: TableBlock, column: str, key: str, done: Grid) -> Spread:
+    """Values of a constant in a column, over all rows and seeds; they are the same unless the data differ."""
+    runs = [run for row in block.shown_rows for run in _by_seed(done, (block.name, row, column))]
+    return Spread(values=tuple(dict.fromkeys(_spread(runs, key).values)))

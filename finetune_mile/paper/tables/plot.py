@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
-from finetune_mile.paper.tables.cells import layered
 from finetune_mile.paper.tables.ledger import BlockLedger, Ledger
+from finetune_mile.paper.tables.runs import layered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,7 +20,7 @@ from finetune_mile.core.problems import Problem
 from finetune_mile.paper.tables.description import Table
 from finetune_mile.paper.tables.ledger import BlockLedger, Cell, CheckedBar, Difference, Ledger, Spread, make_ledger
 from finetune_mile.paper.tables.plot import draw
-from finetune_mile.paper.tables.states import Record, State, read_records, records_of, write_records
+from finetune_mile.paper.tables.runs import RunRecord, RunState, read_records, records_of, write_records
 from finetune_mile.training.display import duration, wide_console
 
 WIDE = 6  # column x measure pairs that still go side by side
@@ -397,7 +397,9 @@ def _rich_sheet(sheet: Sheet) -> RichTable:
 EXTRA = {"html": "ledger.html", "csv": "ledger.csv", "latex": "ledger.tex"}  # written on demand: `--format`
 
 
-def write_ledger(folder: Path, name: str, table: Table, states: Sequence[State], *, quick: bool, prices: bool) -> None:
+def write_ledger(
+    folder: Path, name: str, table: Table, states: Sequence[RunState], *, quick: bool, prices: bool
+) -> None:
     """Write the files of a ledger, those of other formats where they exist, and show it in the terminal."""
     records = records_of(states)
     recipes = {s.job.key.cell: s.meaning.hash for s in states}
@@ -436,7 +438,7 @@ def write_extra(folder: Path, table: Table, names: Sequence[str]) -> list[Path]:
     return [folder / EXTRA[name] for name in names]
 
 
-def read_ledger(folder: Path, table: Table) -> tuple[Ledger, list[Record]]:
+def read_ledger(folder: Path, table: Table) -> tuple[Ledger, list[RunRecord]]:
     """Compute a ledger from the runs.jsonl and prices.json of its folder."""
     path = folder / "runs.jsonl"
     if not path.is_file():
@@ -460,7 +462,7 @@ def _prices(folder: Path, recipes: Mapping[str, str]) -> dict[str, str]:
     return {cell: price for cell, price in kept.get("cells", {}).items() if of.get(cell) == recipes.get(cell)}
 
 
-def missing_prices(states: Sequence[State], known: Mapping[str, str]) -> dict[str, str]:
+def missing_prices(states: Sequence[RunState], known: Mapping[str, str]) -> dict[str, str]:
     """Estimate what cells that have no finished run would take here; needs torch."""
     done = {s.job.key.cell for s in states if s.status == "done"}
     todo = [s for s in states if not s.job.hidden and s.job.key.cell not in {*done, *known}]

@@ -1,0 +1,251 @@
+"""Datasets of the paper's tables: Multi-MNIST, mosaics, ColoredMNIST and ColoredMNIST+.
+
+All images are put together or coloured when they are read; nothing is stored. The draws depend on the option `draw`,
+not on a run's seed.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Preprocess
+from finetune_mile.images.decoding import BadImage
+from finetune_mile.images.grids import make_grids, read_wanted, shrunk
+from finetune_mile.images.imageset import Data, ImageSet
+from finetune_mile.images.pipeline import centre_view
+from finetune_mile.images.randomness import permutation, uniforms
+from finetune_mile.images.sources import folder
+from finetune_mile.images.sources.options import check_choices, read_options
+from finetune_mile.paper.idx import find_mnist, read_mnist
+
+if TYPE_CHECKING:
+    from finetune_mile.images.subsets import Indices
+
+
+# ------------------------------------------------------------------------------------- grids of digits, grids of photos
+
+HALVES = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
+MARGIN = 4  # columns on either side of a digit that hold next to nothing
+
+
+@functools.lru_cache(maxsize=2)
+def multi_mnist(where: str) -> Data:
+    """Multi-MNIST (the paper, Sec. 4.4): grids of 42x42 pixels, made of MNIST digits, with one given label each.
+
+    The training grids are made of training digits, the validation grids of test digits.
+
+    Args:
+        where: a directory with the idx files, and options: `DIR?rows=2&share=0.55&single=0.5&cell=14&train=60000&
+            val=10000&draw=1&half=even` (half: which of the test digits), `digits=2` for cells with numbers from 00 to
+            99 (100 classes), `download=yes` to let torchvision fetch.
+    """
+    choices = {"half": tuple(HALVES), "digits": ("1", "2"), "download": ("yes", "no")}
+    options = read_wanted("multi-mnist", where, cell=14, train=60_000, val=10_000, others=tuple(choices))
+    check_choices("multi-mnist", where, options.others, choices)
+    length = options.others.get("digits", "1")
+    mnist = read_mnist(find_mnist("multi-mnist", options.place, options.others.get("download") == "yes"))
+    test_part = HALVES[options.others.get("half", "all")]
+    sets = []
+    for number, name, images, labels, part, count in (
+        (1, "train", mnist.train_images, mnist.train_labels, slice(None), options.train),
+        (2, "val", mnist.test_images, mnist.test_labels, test_part, options.val),
+    ):
+        seed = 2 * options.draw + number
+        if length == "2":
+            pictures, classes = _two_digits(images[part], labels.numpy()[part], options.cell, seed)
+            members = np.arange(len(classes))
+        else:
+            pictures, classes = shrunk(images, options.cell), labels.numpy()
+            members = np.arange(len(classes))[part]
+        grids = make_grids(
+            pictures, classes, members, count,
+            num_classes=10 ** int(length), layout=options.layout, seed=seed, name=name,
+        )  # fmt: skip
+        sets.append(grids)
+    names = tuple(f"{number:0{length}}" for number in range(10 ** int(length)))
+    return Data(name="multi-mnist", classes=names, train=sets[0], val=sets[1])
+
+
+def _two_digits(
+    images: Tensor, labels: npt.NDArray[np.int64], side: int, seed: int
+) -> tuple[Tensor, npt.NDArray[np.int64]]:
+    """Each digit (N, 28, 28) with another one to its right, (N, side, side), and the number that they are."""
+    second = permutation(seed, 1, len(labels))
+    narrow = images[:, :, MARGIN:-MARGIN]
+    left, right = shrunk(narrow, side, side // 2), shrunk(narrow, side, side - side // 2)
+    return torch.cat([left, right[second]], -1), 10 * labels + labels[second]
+
+
+@functools.lru_cache(maxsize=2)
+def mosaic(where: str) -> Data:
+    """Grids of the photos in class folders, one given label each; those for training are made of training photos alone.
+
+    Args:
+        where: what `folder:` takes, and options: `DIR?rows=2&share=0.6&single=0.2&cell=32&train=20000&val=5000&draw=1`,
+            also the folder's own `depth` and `val_from` (its `val`).
+    """
+    options = read_wanted("mosaic", where, cell=32, train=20_000, val=5_000, others=("depth", "val_from"))
+    query = "&".join(f"{key.removesuffix('_from')}={value}" for key, value in options.others.items())
+    photos = folder.load(f"{options.place}?{query}" if query else options.place)
+    sets = [
+        make_grids(
+            _small_photos(images, options.cell), images.given.numpy(), np.arange(len(images)), count,
+            num_classes=len(photos.classes), layout=options.layout, seed=2 * options.draw + number, name=name,
+        )
+        for number, name, images, count in (
+            (1, "train", photos.train, options.train), (2, "val", photos.val, options.val)
+        )
+    ]  # fmt: skip
+    return Data(name=f"mosaic-{photos.name}", classes=photos.classes, train=sets[0], val=sets[1])
+
+
+def _small_photos(images: ImageSet, side: int) -> Tensor:
+    """Every photo's central square (N, 3, side, side), in memory."""
+    preprocess = Preprocess(size=side, crop=1.0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    squares = []
+    for index, name in enumerate(images.ids):
+        try:
+            squares.append(centre_view(images.read(index), preprocess))
+        except BadImage as error:
+            raise Problem(f"--data mosaic: {name} cannot be used ({error}); remove it") from error
+    return torch.stack(squares)
+
+
+# ---------------------------------------------------------------------------------------------------- coloured digits
+
+AGREES = (0.9, 0.8, 0.1)  # environments: how often the colour is the label's (DomainBed's +90 %, +80 %, -90 %)
+FLIPPED = 0.25
+BLANK = 0.33  # ColoredMNIST+: share of training images that are a plain colour, which is their label
+DIGITS, COLOURS = ("0-4", "5-9"), ("green", "red")  # colour c goes with label c
+CHANNELS = (1, 0)  # of green and red in RGB
+AT_TEST = {"random-colours": 0.5, "10%": 0.1}  # protocols besides leave-one-out: how often the colour is the label's
+
+
+def colored_mnist(where: str) -> Data:
+    """ColoredMNIST (Arjovsky et al.; DomainBed): is the digit below five? Its colour tells too, but not at test time.
+
+    A label is flipped with probability 0.25, so a classifier of the shape alone cannot score above 75 %.
+
+    Args:
+        where: `DIR?protocol=leave-one-out|random-colours|10%&test=0|1|2&side=14|28&draw=0&download=yes`. `test` is the
+            environment that leave-one-out holds out; another `draw` gives other labels, colours and environments.
+    """
+    return _coloured("colored-mnist", where, blank=0.0)
+
+
+def colored_mnist_plus(where: str) -> Data:
+    """ColoredMNIST+ (the paper's own): a third of the training images show no digit, only a colour, which is the label.
+
+    It has two more classes, the colours. All validation images show digits.
+    """
+    return _coloured("colored-mnist+", where, blank=BLANK)
+
+
+def _coloured(scheme: str, where: str, *, blank: float) -> Data:
+    """Digits of two environments to train on, and of the protocol's other one to evaluate on.
+
+    Leave-one-out deals all of MNIST to three environments, as DomainBed does. The other protocols deal MNIST's training
+    images to the environments of 90 % and 80 %, and colour its test images anew.
+    """
+    place, options = _colour_options(scheme, where)
+    mnist = read_mnist(find_mnist(scheme, place, options["download"] == "yes"))
+    small = min(len(mnist.train_images), len(mnist.test_images))
+    if small < len(AGREES):
+        raise Problem(f"--data {scheme}:{where}: {small} images cannot be dealt to {len(AGREES)} environments")
+    step = 2 if options["side"] == "14" else 1
+    train, test = (images[:, ::step, ::step] for images in (mnist.train_images, mnist.test_images))
+    pictures = torch.cat([train, test]).contiguous()  # (N, s, s) uint8
+    clean = (torch.cat([mnist.train_labels, mnist.test_labels]) >= 5).long()
+    names = [f"{part}-{i:05d}" for part, images in (("train", train), ("test", test)) for i in range(len(images))]
+    draw, protocol = int(options["draw"]), options["protocol"]
+    if protocol == "leave-one-out":
+        environment = permutation(draw, 1, len(pictures)) % 3
+        agrees = np.array(AGREES)[environment]
+        held_out = environment == int(options["test"])
+    else:
+        environment = permutation(draw, 1, len(pictures)) % 2
+        held_out = np.arange(len(pictures)) >= len(train)
+        environment[held_out] = 2
+        agrees = np.array([*AGREES[:2], AT_TEST[protocol]])[environment]
+    draws = uniforms(draw, 0, np.arange(len(pictures)), 3)
+    labels = clean ^ torch.from_numpy(draws[:, 0] < FLIPPED).long()
+    colours = labels ^ torch.from_numpy(draws[:, 1] >= agrees).long()
+    classes = DIGITS + COLOURS if blank else DIGITS
+
+    def image_set(rows: Indices, share: float) -> ImageSet:
+        """Some of the pictures; a `share` of them is blank, with the colour as label."""
+        empty = torch.from_numpy(draws[rows, 2] < share)
+        colour_classes = len(DIGITS) + colours[rows]
+        given, truth = torch.where(empty, colour_classes, labels[rows]), None
+        if blank:  # colours are classes, so that the true sets are known
+            truth = torch.zeros(len(rows), len(classes), dtype=torch.bool)
+            truth.scatter_(1, torch.stack([given, colour_classes], 1), True)
+        return ImageSet(
+            ids=[names[i] for i in rows], given=given, truth=truth, main=None if share else clean[rows],
+            read=_Paint(pictures, rows, colours[rows], empty), in_memory=True,
+            environment=torch.from_numpy(environment[rows]),
+        )  # fmt: skip
+
+    val = np.flatnonzero(held_out)
+    return Data(
+        name=scheme, classes=classes, train=image_set(np.flatnonzero(~held_out), blank), val=image_set(val, 0.0),
+        extra_scores=_DigitTask(labels[val], colours[val]) if blank else None,
+    )  # fmt: skip
+
+
+def _colour_options(scheme: str, where: str) -> tuple[str, dict[str, str]]:
+    """The place and all options, checked, with defaults for those that were not given."""
+    defaults = {"protocol": "leave-one-out", "test": "2", "draw": "0", "side": "28", "download": "no"}
+    place, given = read_options(scheme, where, tuple(defaults))
+    protocols = ("leave-one-out", *AT_TEST)
+    allowed = {"protocol": protocols, "test": ("0", "1", "2"), "side": ("14", "28"), "download": ("yes", "no")}
+    check_choices(scheme, where, given, allowed)
+    options = defaults | given
+    if not options["draw"].isdecimal():
+        raise Problem(f"--data {scheme}:{where}: draw={options['draw']} must be a whole number from 0 on")
+    if "test" in given and options["protocol"] != "leave-one-out":
+        has = f"{options['protocol']} has one test set"
+        raise Problem(f"--data {scheme}:{where}: test= is for protocol=leave-one-out; {has}")
+    return place, options
+
+
+class _Paint:
+    """An image set's `read`: a digit in its colour on black, or the colour alone."""
+
+    def __init__(self, pictures: Tensor, rows: Indices, colours: Tensor, empty: Tensor) -> None:
+        self.pictures, self.rows = pictures, rows.tolist()
+        self.channels, self.empty = [CHANNELS[c] for c in colours.tolist()], empty.tolist()
+
+    def __call__(self, index: int) -> Tensor:
+        """Image `index`, (3, s, s) uint8."""
+        image = self.pictures.new_zeros((3, *self.pictures.shape[1:]))
+        image[self.channels[index]] = 255 if self.empty[index] else self.pictures[self.rows[index]]
+        return image
+
+
+class _DigitTask:
+    """Scores of a network with colour classes on images that show a digit.
+
+    The paper explains its gain by a student that names the colour of such an image too: `colour_on_digits` shows it.
+    """
+
+    def __init__(self, labels: Tensor, colours: Tensor) -> None:
+        self.labels, self.colours = labels, colours
+
+    def __call__(self, probabilities: Tensor, rows: Tensor) -> dict[str, float]:
+        """Accuracy (%) among the two digit classes, and mean outputs (0-1) of the image's own and the other colour."""
+        own = self.colours[rows].unsqueeze(1)
+        of_digits, of_colours = probabilities.split(len(DIGITS), 1)
+        right = of_digits.argmax(1) == self.labels[rows]
+        return {
+            "digit_accuracy": 100 * float(right.double().mean()),
+            "colour_on_digits": float(of_colours.gather(1, own).mean()),
+            "other_colour_on_digits": float(of_colours.gather(1, 1 - own).mean()),
+        }
