@@ -24,7 +24,7 @@ def progress(
     """A bar that is gone when the block ends; the block gets a function that adds to it."""
     console = Console(stderr=True)
     units = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(), TimeRemainingColumn())
-    columns = (TextColumn(title, markup=False), BarColumn(), *units)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *units)
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
         task = bar.add_task(title, total=total, completed=start)
         yield lambda amount: bar.advance(task, amount)

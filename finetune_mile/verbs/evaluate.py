@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
+import json
 import sys
+import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from finetune_mile.checkpoints.init import Init
 from finetune_mile.config.flags import Parser
+from finetune_mile.config.resolve import read_yaml
+from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem, tell
 from finetune_mile.core.types import LARGEST_BATCH
+from finetune_mile.images.bad_images import write_list
 from finetune_mile.images.checks import check_truth
 from finetune_mile.images.imageset import Data, ImageSet
-from finetune_mile.images.sources import split_name
-from finetune_mile.training.folder import next_folder
-from finetune_mile.verbs.classifiers import parse_model, run_folder
-from finetune_mile.verbs.predicting import predict_with, recipe_of
+from finetune_mile.images.sources import load_data, scheme_and_place, split_name
+from finetune_mile.measures.classifiers import columns_for, logits_of, open_classifier, parse_model, run_folder
+from finetune_mile.measures.names import CLOSING
+from finetune_mile.training.folder import environment, next_folder
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor
+
+    from finetune_mile.measures.intervals import Difference
     from finetune_mile.measures.predictions import Predictions
+    from finetune_mile.measures.scoring import Measured
 
 EPILOG = """examples:
   finetune-mile eval --model run:runs/demo-1                        a run, on the data it was trained for
@@ -31,10 +44,18 @@ EPILOG = """examples:
 
 in DIR: results.json, per_class.csv, logits.parquet, eval.json and, with --compare, comparison.json
 """
+MEANING = {key: (meaning, unit) for key, meaning, unit in CLOSING} | {
+    "top5": ("given label among the best five", "%"),
+    "map": ("mean average precision over classes", "%"),
+    "recovery_map": ("mean average precision of true labels that were not given (0-1)", ""),
+}
+SHOWN = (
+    "accuracy", "top5", "real_acc", "f1@0.25", "f1@0.5", "f1@rho", "f1@best", "trivial_f1", "lrap", "map",
+    "recovery_map", "coverage@0.25",
+)  # fmt: skip
 
 
 def build_parser() -> Parser:
-    """Every flag of eval."""
     parser = Parser(
         prog="finetune-mile eval", allow_abbrev=False, epilog=EPILOG, description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -52,33 +73,24 @@ def build_parser() -> Parser:
     how.add_argument("--activation", choices=("softmax", "sigmoid"), help="default: what the model was trained with")
     how.add_argument("--rule", choices=("threshold", "argmax_or_threshold"),
                      help="set that the plain f1@... means (default: the run's, else threshold)")  # fmt: skip
-    how.add_argument("--batch-size", type=_positive, default=128, help="over all processes (default: %(default)s)")
-    how.add_argument("--workers", type=_whole, help="loader processes (default: from the cores)")
+    how.add_argument("--batch-size", type=partial(_number, 1, LARGEST_BATCH, "number of images"), default=128,
+                     help="over all processes (default: %(default)s)")  # fmt: skip
+    whole = partial(_number, 0, 999_999, "whole number")
+    how.add_argument("--workers", type=whole, help="loader processes (default: from the cores)")
     how.add_argument(
-        "--draws", type=_whole, default=1000, help="of the bootstrap; 0: no intervals (default: %(default)s)"
+        "--draws", type=whole, default=1000, help="of the bootstrap; 0: no intervals (default: %(default)s)"
     )
-    how.add_argument("--seed", type=_seed, default=0, help="of the bootstrap and of random weights")
+    how.add_argument("--seed", type=partial(_number, 0, 2**32 - 1, "whole number"), default=0,
+                     help="of the bootstrap and of random weights")  # fmt: skip
     where = parser.add_argument_group("where")
     where.add_argument("--out", type=Path, metavar="DIR", help="default: runs/eval-<number>")
     where.add_argument("--overwrite", action="store_true", help="replace an evaluation that is in --out")
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:20]) <= LARGEST_BATCH:
-        raise argparse.ArgumentTypeError(f"{text[:80]} is not a number of images from 1 to {LARGEST_BATCH:,}")
-    return int(text)
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or len(text) > 6:
-        raise argparse.ArgumentTypeError(f"{text[:80]} is not a whole number from 0 to 999,999")
-    return int(text)
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or not int(text[:20]) < 2**32:
-        raise argparse.ArgumentTypeError(f"{text[:80]} is not a whole number from 0 to {2**32 - 1}")
+def _number(low: int, high: int, kind: str, text: str) -> int:
+    if not text.isdecimal() or not low <= int(text[:20]) <= high:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is not a {kind} from {low} to {high:,}")
     return int(text)
 
 
@@ -112,14 +124,12 @@ def _check_sources(options: argparse.Namespace) -> None:
 
 
 def _check_data(options: argparse.Namespace) -> None:
-    if options.data is None:
-        folder = run_folder(options.model) if isinstance(options.model, Init) else None
-        recipe = recipe_of(folder) if folder else {}
+    if options.data is None and isinstance(options.model, Init):
+        recipe = recipe_of(options.model)
         options.data, options.truth = recipe.get("data"), options.truth or recipe.get("truth")
-    needed = options.model is not None or (options.compare is not None and not _is_logits(options.compare))
-    if needed and options.data is None:
-        raise Problem("--data is missing: on which images? (demo, folder:DIR, ...)")
-    if needed:
+    if options.model is not None or (options.compare is not None and not _is_logits(options.compare)):
+        if options.data is None:
+            raise Problem("--data is missing: on which images? (demo, folder:DIR, ...)")
         split_name(options.data)
     if options.truth is not None:
         check_truth(options.truth)
@@ -156,57 +166,61 @@ def run(options: argparse.Namespace) -> int:
     from finetune_mile.measures.predictions import read_predictions
     from finetune_mile.measures.scoring import measure
     from finetune_mile.training import devices
-    from finetune_mile.verbs.evaluate_page import show, write_comparison, write_evaluation
 
     precision = devices.wanted_precision("no")
     accelerator = devices.start(precision=precision, seed=options.seed, track="none", project=str(options.out))
-    if options.logits is not None:
-        first = read_predictions(options.logits)
-    else:
-        first = predict_with(options.model, options, accelerator)
+    first = read_predictions(options.logits) if options.logits else predict_with(options.model, options, accelerator)
     if options.truth is not None:
         first = _with_truth(first, options.truth)
-    how: dict[str, Any] = {key: first.about.get(key) for key in ("prediction_set", "rho")}
-    how["prediction_set"] = options.rule or how["prediction_set"] or "threshold"
-    other = None
+    models = [first]
     if options.compare is not None:
-        if _is_logits(options.compare):
-            other = read_predictions(Path(options.compare.name))
-        else:
-            other = predict_with(options.compare, options, accelerator)
-        other = _matched(other, first, options.compare)
+        saved = _is_logits(options.compare)
+        other = (
+            read_predictions(Path(options.compare.name)) if saved
+            else predict_with(options.compare, options, accelerator)
+        )  # fmt: skip
+        models.append(_matched(other, first, options.compare))
     if not accelerator.is_main_process:
         return 0
-    for found in (first, other):
-        bad = 0 if found is None else int((~found.logits.isfinite().all(1)).sum())
-        if found is not None and bad:
-            sys.stderr.write(f"error: {found.about['model']} gives NaN or infinity for {bad} images\n")
+    for model in models:
+        bad = int((~model.logits.isfinite().all(1)).sum())
+        if bad:
+            sys.stderr.write(f"error: {model.about['model']} gives NaN or infinity for {bad} images\n")
             return 1
-    activation = options.activation or first.activation
-    measured = measure(first.logits, first.given, first.truth, activation=activation, main=first.main, **how)
-    facts = how | {"truth": options.truth, "world_size": accelerator.num_processes}
-    results = write_evaluation(options.out, first, measured, facts, options, activation=activation)
+    rho: float | None = first.about.get("rho")
+    rule: Any = options.rule or first.about.get("prediction_set") or "threshold"
+    activations = [options.activation or model.activation for model in models]
+    measured = [
+        measure(
+            model.logits, first.given, first.truth, activation=activation, main=first.main, prediction_set=rule, rho=rho
+        )
+        for model, activation in zip(models, activations, strict=True)
+    ]
+    facts = {
+        "prediction_set": rule, "rho": rho, "truth": options.truth, "world_size": accelerator.num_processes,
+        "activation": activations[0],
+    }  # fmt: skip
+    results = write_evaluation(options.out, first, measured[0], facts, options)
     show(results, first, options.out)
-    if other is not None:
-        activation = options.activation or other.activation
-        theirs = measure(other.logits, first.given, first.truth, activation=activation, main=first.main, **how)
-        pairs = ((measured.samples, theirs.samples), (measured.by_class, theirs.by_class))
+    if options.compare is not None:
+        ours, theirs = measured
+        pairs = ((ours.samples, theirs.samples), (ours.by_class, theirs.by_class))
         differences = [compare(a, b, draws=max(options.draws, 1), seed=options.seed) for a, b in pairs]
-        write_comparison(options.out, first, other, differences[0] | differences[1])
+        write_comparison(options.out, first, models[1], differences[0] | differences[1])
     return 0
 
 
-def _with_truth(found: Predictions, spec: str) -> Predictions:
+def _with_truth(predictions: Predictions, spec: str) -> Predictions:
     """Predictions with label sets from elsewhere, joined by id."""
     from finetune_mile.images.truth import with_truth
 
-    images = ImageSet(ids=list(found.ids), given=found.given, truth=None, read=_no_images)
-    data = with_truth(Data(name="", classes=found.classes, train=images, val=images), spec)
-    return dataclasses.replace(found, truth=data.val.truth)
+    images = ImageSet(ids=list(predictions.ids), given=predictions.given, truth=None, read=_no_images)
+    data = with_truth(Data(name="", classes=predictions.classes, train=images, val=images), spec)
+    return dataclasses.replace(predictions, truth=data.val.truth)
 
 
 def _no_images(index: int) -> Any:
-    raise RuntimeError(f"image {index} was asked for, but only its label was wanted")
+    raise RuntimeError(f"image {index} was read, but only its label is known")
 
 
 def _matched(other: Predictions, first: Predictions, spec: Init) -> Predictions:
@@ -225,3 +239,213 @@ def _matched(other: Predictions, first: Predictions, spec: Init) -> Predictions:
         other, ids=first.ids, classes=first.classes, logits=other.logits[rows][:, columns], given=first.given,
         truth=first.truth,
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------- a model over images
+
+
+def predict_with(source: Init, options: argparse.Namespace, accelerator: Accelerator) -> Predictions:
+    """Show the images to a model, on all processes; images that cannot be read are left out, and listed in `about`."""
+    import torch
+
+    from finetune_mile.measures.predictions import Predictions
+
+    data = load_data(options.data)
+    part = options.part or default_part(options.data, source)
+    images = pick_images(data, part)
+    if part == "all" and accelerator.is_main_process:
+        warn_of_training_images(images, source)
+    weights = options.weights if source.flag == "--model" else None
+    model = open_classifier(source, weights=weights, num_classes=len(data.classes), seed=options.seed)
+    columns = columns_for(model, data.classes, source.flag)
+    began = time.monotonic()
+    logits, bad = logits_of(
+        model, images, accelerator, data=options.data, batch_size=options.batch_size, workers=options.workers
+    )
+    seconds = time.monotonic() - began
+    recipe = recipe_of(source)  # the set rule and rho of a run, so that eval gives the numbers of its results.json
+    block = recipe.get(str(recipe.get("method")).replace("-", "_"))
+    rho = block.get("rho") if isinstance(block, dict) else None
+    about = {
+        "model": source.text, "data": options.data, "part": part,
+        "prediction_set": (recipe.get("evaluate") or {}).get("prediction_set", "threshold"),
+        "rho": rho if isinstance(rho, int | float) else None,
+        "preprocess": model.preprocess.model_dump(mode="json"), "seconds": round(seconds, 3),
+        "images_per_second": round(len(images) / max(seconds, 1e-9), 1),
+        "bad_images": {images.ids[i]: reason for i, reason in bad.items()},
+    }  # fmt: skip
+    good = torch.tensor([i for i in range(len(images)) if i not in bad], dtype=torch.long)
+    return Predictions(
+        ids=[images.ids[i] for i in good.tolist()], classes=data.classes,
+        logits=logits[good] if columns is None else logits[good][:, columns],
+        given=images.given[good], truth=None if images.truth is None else images.truth[good],
+        main=None if images.main is None else images.main[good], activation=model.activation, about=about,
+    )  # fmt: skip
+
+
+def _file_of_run(model: Init, name: str) -> Path | None:
+    """A file of a run folder, or of the run that an export folder is in; None for a model that is no run."""
+    folder = run_folder(model)
+    places = (folder / name, folder.parent / name) if folder else ()
+    return next((path for path in places if path.is_file()), None)
+
+
+def recipe_of(model: Init) -> dict[str, Any]:
+    """The recipe of a run; empty for another model."""
+    path = _file_of_run(model, "recipe.yaml")
+    return read_yaml(path) if path else {}
+
+
+def default_part(data: str, model: Init) -> Literal["val", "all"]:
+    """The validation images; all images of a folder without train/, unless the model was trained on that folder."""
+    scheme, where = split_name(data)
+    one_tree = scheme == "folder" and not (Path(where.partition("?")[0]) / "train").is_dir()
+    trained_on = str(recipe_of(model).get("data", ""))
+    return "val" if not one_tree or (trained_on and _place(trained_on) == _place(data)) else "all"
+
+
+def _place(data: str) -> tuple[str, Path, str]:
+    """--data with an absolute path."""
+    scheme, where = scheme_and_place(data)
+    path, _, options = where.partition("?")
+    return scheme, Path(path).resolve(), options
+
+
+def warn_of_training_images(images: ImageSet, model: Init) -> None:
+    """Warn where a run is scored on images that it was trained on: the number would be too good."""
+    split = _file_of_run(model, "split.json")
+    if split is None:
+        return
+    trained = set(json.loads(split.read_text(encoding="utf-8")).get("ids", ()))
+    seen = sum(each in trained for each in images.ids)
+    if seen:
+        sys.stderr.write(
+            f"warning: {seen:,} of these {len(images):,} images have the names of images that {model.text} was trained "
+            "on, so the scores are too good; --part val evaluates the others\n"
+        )
+
+
+def pick_images(data: Data, part: Literal["val", "train", "all"]) -> ImageSet:
+    """The images of a part; all of them are sorted by id again."""
+    if part != "all":
+        return data.val if part == "val" else data.train
+    import torch
+
+    sets = (data.train, data.val)
+    ids = [*data.train.ids, *data.val.ids]
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    truth = None
+    if any(images.truth is not None for images in sets):
+        unknown = torch.zeros(len(ids), len(data.classes), dtype=torch.bool).split([len(images) for images in sets])
+        truths = [rows if images.truth is None else images.truth for images, rows in zip(sets, unknown, strict=True)]
+        truth = torch.cat(truths)[order]
+    mains = [images.main for images in sets if images.main is not None]
+    return ImageSet(
+        ids=[ids[i] for i in order], given=torch.cat([images.given for images in sets])[order], truth=truth,
+        main=torch.cat(mains)[order] if len(mains) == len(sets) else None,
+        read=partial(_read_one, data, order), in_memory=all(images.in_memory for images in sets),
+    )  # fmt: skip
+
+
+def _read_one(data: Data, order: list[int], index: int) -> Tensor:
+    at = order[index]
+    return data.train.read(at) if at < len(data.train) else data.val.read(at - len(data.train))
+
+
+# --------------------------------------------------------------------------------------- files and tables
+
+
+def write_evaluation(
+    out: Path, predictions: Predictions, measured: Measured, facts: dict[str, Any], options: argparse.Namespace
+) -> dict[str, float]:
+    """Write results.json, per_class.csv, eval.json, and logits.parquet if a model made them; returns the results.
+
+    An interval is two more keys, `accuracy_low` and `accuracy_high`: 95 %, drawn over images; for means over classes
+    (map, recovery_map) over classes. The threshold of f1@best is held fixed in it.
+    """
+    from finetune_mile.measures.intervals import intervals
+    from finetune_mile.measures.predictions import write_predictions
+
+    results = measured.results()
+    bad = predictions.about.get("bad_images") or {}
+    if bad:
+        results["bad_images"] = float(len(bad))
+    for values in (measured.samples, measured.by_class):
+        present = {key: value for key, value in values.items() if key in results}
+        edges = intervals(present, draws=options.draws, seed=options.seed) if options.draws > 0 else {}
+        for key, (low, high) in edges.items():
+            results |= {f"{key}_low": low, f"{key}_high": high}
+    out.mkdir(parents=True, exist_ok=True)
+    for stale in ("eval.json", "comparison.json", "bad_images.csv"):
+        (out / stale).unlink(missing_ok=True)
+    write_json(out / "results.json", results)
+    columns = {name: values.tolist() for name, values in measured.table.items()}
+    with whole_file(out / "per_class.csv") as part, part.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["class", *columns])
+        for row in zip(predictions.classes, *columns.values(), strict=True):
+            writer.writerow([_cell(value) for value in row])
+    if bad:
+        split = str(predictions.about.get("part", ""))
+        write_list(out / "bad_images.csv", [(split, name, reason) for name, reason in bad.items()])
+    if options.logits is None:
+        with whole_file(out / "logits.parquet") as part:
+            write_predictions(part, predictions)
+    about = predictions.about | facts | {
+        "bad_images": len(bad), "images": len(predictions.ids), "classes": len(predictions.classes),
+        "logits": str(options.logits or out / "logits.parquet"), "logits_sha256": predictions.digest(),
+        "draws": options.draws, "seed": options.seed, **environment(),
+    }  # fmt: skip
+    write_json(out / "eval.json", about)
+    return results
+
+
+def _cell(value: str | float) -> str:
+    """Percent 0-100 with four digits, counts and names unchanged, empty where nothing counts."""
+    if isinstance(value, float):
+        return "" if value != value else f"{value:.4f}"
+    return str(value)
+
+
+def _digits(key: str) -> int:
+    return 4 if key == "recovery_map" else 2
+
+
+def show(results: Mapping[str, float], predictions: Predictions, out: Path) -> None:
+    """Print the main scores, their intervals and what they mean."""
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{predictions.about['model']} on {int(results['images']):,} images of {predictions.about['data']}"
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    for key in (key for key in SHOWN if key in results):
+        meaning, unit = MEANING.get(key, ("F1 at the run's rho", "%"))
+        digits = _digits(key)
+        low, high = results.get(f"{key}_low"), results.get(f"{key}_high")
+        between = "" if low is None or high is None else f"[dim]{low:.{digits}f} - {high:.{digits}f}"
+        table.add_row(f"[bold]{key}", f"{results[key]:.{digits}f}{unit and ' ' + unit}", between, meaning)
+    left_out = int(results["images"] - results.get("images_with_set", results["images"]))
+    note = f"{left_out:,} images without a true set are left out of set measures\n" if left_out else ""
+    if "bad_images" in results:
+        note += f"{int(results['bad_images'])} images could not be read and do not count: {out / 'bad_images.csv'}\n"
+    Console().print(table, f"{note}{out}", sep="\n", highlight=False, soft_wrap=True)
+
+
+def write_comparison(out: Path, first: Predictions, other: Predictions, differences: Mapping[str, Difference]) -> None:
+    """Write comparison.json and show it; positive: the first model is ahead."""
+    from rich.console import Console
+    from rich.table import Table
+
+    names = {"a": first.about["model"], "b": other.about["model"]}
+    measures = {key: difference.to_json() for key, difference in differences.items()}
+    write_json(out / "comparison.json", names | {"measures": measures})
+    table = Table(title=f"A {names['a']} - B {names['b']}, paired", title_justify="left", box=None, pad_edge=False)
+    for column in ("", "A", "B", "A - B", "95 %", "A ahead", "B ahead", "p (signs)"):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    for key in (key for key in SHOWN if key in differences):
+        d, digits = differences[key], _digits(key)
+        table.add_row(
+            f"[bold]{key}", *(f"{v:.{digits}f}" for v in (d.a, d.b)), f"{d.difference:+.{digits}f}",
+            f"{d.low:+.{digits}f} .. {d.high:+.{digits}f}", str(d.wins), str(d.losses), f"{d.p_value:.2g}",
+        )  # fmt: skip
+    Console().print(table, highlight=False, soft_wrap=True)

@@ -1,20 +1,27 @@
-"""Any classifier by its name: a run of ours, a timm model, one on the hub, a checkpoint file with a head."""
+"""Any classifier by its name, and its logits: a run of ours, a timm model, one on the hub, a file with a head.
+
+No torch before a model is opened.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.checkpoints.cards import Missing
 from finetune_mile.checkpoints.init import Init, parse_source, read_config
+from finetune_mile.core.console import progress
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
+from finetune_mile.images.bad_images import allowed
 from finetune_mile.images.imageset import ImageSet
 
-if TYPE_CHECKING:  # names are checked before torch is needed
+if TYPE_CHECKING:
+    from accelerate import Accelerator
     from torch import Tensor, nn
 
     from finetune_mile.measures.scoring import Activation
@@ -22,49 +29,19 @@ if TYPE_CHECKING:  # names are checked before torch is needed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classifier:
-    """A network with a head, and how it wants to see images."""
+    """A network with a head, and the input that it was trained on."""
 
     name: str
     network: nn.Module  # in eval mode, on the CPU
     num_classes: int
     classes: tuple[str, ...] | None  # where the checkpoint names them
-    how: Preprocess
-    view: Callable[[Tensor], Tensor] | None = None  # uint8 (3, H, W) to its own view of it, where it has one
+    preprocess: Preprocess
+    transform: Callable[[Any], Tensor] | None = None  # timm's: a PIL image to uint8 (3, size, size)
     activation: Activation
-
-    def shown(self, images: ImageSet) -> ImageSet:
-        """The images as this network wants them read."""
-        if self.view is None:
-            return images
-        return dataclasses.replace(images, read=_Seen(images.read, self.view), in_memory=False)
-
-
-class _Seen:
-    """An image set's `read`, then a view; it travels to loader processes."""
-
-    def __init__(self, read: Callable[[int], Tensor], view: Callable[[Tensor], Tensor]) -> None:
-        self.read, self.view = read, view
-
-    def __call__(self, index: int) -> Tensor:
-        """The view of image `index`."""
-        return self.view(self.read(index))
-
-
-class _TimmView:
-    """timm's own evaluation transform, on PIL images as timm does it, short of the normalisation."""
-
-    def __init__(self, transform: Callable[[Any], Tensor]) -> None:
-        self.transform = transform
-
-    def __call__(self, image: Tensor) -> Tensor:
-        """uint8 (3, H, W) to uint8 (3, size, size)."""
-        from PIL import Image
-
-        return self.transform(Image.fromarray(image.permute(1, 2, 0).numpy()))
 
 
 def parse_model(spec: str, flag: str) -> Init:
-    """Parse --model: `run:DIR`, `timm:NAME`, `hf:NAME` or `hf:DIR`, or a file; fast, before torch is imported."""
+    """Parse --model: `run:DIR`, `timm:NAME`, `hf:NAME` or `hf:DIR`, or a file."""
     scheme, colon, name = spec.partition(":")
     if colon and scheme == "run":
         if not Path(name).is_dir():
@@ -101,17 +78,12 @@ def open_classifier(model: Init, *, weights: str | None, num_classes: int, seed:
         return _open_timm(model, weights, num_classes, seed)
     if weights is not None:
         raise Problem(f"--weights {weights} goes with {model.flag} timm:NAME; {model} has its own")
-    return _open_own_head(model)
-
-
-def _open_own_head(model: Init) -> Classifier:
-    """A run, an export, or somebody's checkpoint with a classifier: evaluating it is asking for that head."""
     from finetune_mile.checkpoints.classifier import open_with_head
 
     opened = open_with_head(model, model.flag)
     return Classifier(
-        name=model.text, network=opened.network, num_classes=opened.report.classifier, how=opened.card.preprocess,
-        classes=opened.classes, activation=opened.activation or "softmax",
+        name=model.text, network=opened.network, num_classes=opened.report.classifier, classes=opened.classes,
+        preprocess=opened.card.preprocess, activation=opened.activation or "softmax",
     )  # fmt: skip
 
 
@@ -128,27 +100,26 @@ def _open_timm(model: Init, weights: str | None, num_classes: int, seed: int) ->
         raise Problem(f"{model.flag} {model}: timm has no such model" + (f"; near: {near}" if near else ""))
     if weights == "none":
         torch.manual_seed(seed)
-        network = timm.create_model(name, pretrained=False, num_classes=num_classes).eval()
+        network = timm.create_model(name, pretrained=False, num_classes=num_classes)
     elif weights is not None:
-        network = _with_file(name, Path(weights)).eval()
+        network = _with_file(name, Path(weights))
     else:
         try:
-            network = timm.create_model(name, pretrained=True).eval()
+            network = timm.create_model(name, pretrained=True)
         except Exception as error:  # hub, network, file and version troubles have no common base
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             hint = "fetch its file elsewhere and give it by --weights FILE"
-            raise Problem(f"{model.flag} {model} could not be fetched ({first}); {hint}") from error
+            raise Problem(f"{model.flag} {model} could not be fetched ({_first_line(error)}); {hint}") from error
     config = resolve_data_config(network.pretrained_cfg, model=network)
     height, width = config["input_size"][1:]
     if height != width or not network.num_classes:
-        what = "has no classifier" if not network.num_classes else f"wants {height} x {width} images, not squares"
-        raise Problem(f"{model.flag} {model}: it {what}, so it cannot be evaluated here")
-    transform = create_transform(**config, is_training=False, use_prefetcher=True)
-    how = Preprocess(mean=tuple(config["mean"]), std=tuple(config["std"]), size=height, crop=1.0)
+        reason = "has no classifier" if not network.num_classes else f"needs {height} x {width} images, not squares"
+        raise Problem(f"{model.flag} {model}: it {reason}, so it cannot be evaluated here")
     names = network.pretrained_cfg.get("label_names")
     return Classifier(
-        name=model.text, network=network, num_classes=network.num_classes, how=how, view=_TimmView(transform),
-        classes=tuple(names) if names else None, activation="softmax",
+        name=model.text, network=network.eval(), num_classes=network.num_classes, activation="softmax",
+        classes=tuple(names) if names else None,
+        preprocess=Preprocess(mean=tuple(config["mean"]), std=tuple(config["std"]), size=height, crop=1.0),
+        transform=create_transform(**config, is_training=False, use_prefetcher=True),
     )  # fmt: skip
 
 
@@ -168,13 +139,16 @@ def _with_file(name: str, path: Path) -> Any:
     try:
         network.load_state_dict(state)
     except RuntimeError as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Problem(f"--weights {path} does not fit timm:{name}: {first}") from error
+        raise Problem(f"--weights {path} does not fit timm:{name}: {_first_line(error)}") from error
     return network
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def columns_for(model: Classifier, classes: Sequence[str], flag: str) -> list[int] | None:
-    """Which logits answer to the data's classes, in their order; None: all as they are.
+    """Which logits belong to the data's classes, in their order; None: all, in the model's order.
 
     By name where the checkpoint names its classes, by ImageNet's synset ids where the data's classes are such, and
     otherwise by position if there are as many.
@@ -188,7 +162,7 @@ def columns_for(model: Classifier, classes: Sequence[str], flag: str) -> list[in
         place = {name: i for i, name in enumerate(names)}
         columns = [place[name] for name in classes]
         return None if columns == list(range(model.num_classes)) else columns
-    if model.classes is not None and len(names or ()) == len(classes):
+    if model.classes is not None and len(model.classes) == len(classes):
         odd = sorted(set(classes) - set(model.classes))
         raise Problem(f"{flag} {model.name}: it does not know the data's class {odd[0]!r}; are these its data?")
     if model.num_classes != len(classes):
@@ -197,3 +171,55 @@ def columns_for(model: Classifier, classes: Sequence[str], flag: str) -> list[in
             "do not say which is which"
         )
     return None
+
+
+def logits_of(
+    model: Classifier, images: ImageSet, accelerator: Accelerator, *, data: str, batch_size: int, workers: int | None
+) -> tuple[Tensor, dict[int, str]]:
+    """Logits (N, C) of all images, the same on every process, and which images could not be read, and why.
+
+    Args:
+        model: it is moved to the accelerator's device.
+        images: N of them.
+        accelerator: for devices and processes.
+        data: --data, for messages.
+        batch_size: over all processes.
+        workers: loader processes; None: from the cores.
+    """
+    import numpy as np
+    import torch
+    from accelerate.utils import gather_object
+
+    from finetune_mile.images.pipeline import Views, default_workers, normalise
+    from finetune_mile.measures.evaluation import predict
+
+    world, device = accelerator.num_processes, accelerator.device
+    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (model.preprocess.mean, model.preprocess.std))
+    if model.transform is not None:
+        images = dataclasses.replace(images, read=partial(_as_timm, images.read, model.transform), in_memory=False)
+    views = Views(images, model.preprocess, None, 0)
+    if workers is None:
+        workers = 0 if images.in_memory else default_workers(world)
+    share = max(batch_size // world, 1)
+    title, quiet = f"{model.name} on {len(images):,} images", not accelerator.is_main_process
+    with progress(title, -(-len(images) // (share * world)), quiet=quiet) as advance:
+        logits = predict(
+            accelerator, model.network.to(device), views, np.arange(len(images)),
+            lambda batch: normalise(batch.to(device, non_blocking=True), mean, std),
+            batch_size=share, workers=workers, tick=lambda: advance(1),
+        )  # fmt: skip
+    bad: dict[int, str] = dict(sorted(gather_object(list(views.bad.items()))))
+    if len(bad) > allowed(len(images)):
+        first, reason = next(iter(bad.items()))
+        raise Problem(
+            f"--data {data}: {len(bad)} of {len(images):,} images cannot be read, more than {allowed(len(images))}; "
+            f"the first is {images.ids[first]} ({reason}), and `finetune-mile doctor --data {data}` finds all of them"
+        )
+    return logits, bad
+
+
+def _as_timm(read: Callable[[int], Tensor], transform: Callable[[Any], Tensor], index: int) -> Tensor:
+    """One image through timm's own evaluation transform, on PIL images as timm does it, without the normalisation."""
+    from PIL import Image
+
+    return transform(Image.fromarray(read(index).permute(1, 2, 0).numpy()))
