@@ -25,7 +25,7 @@ def picture(folder: Path, path: Path) -> None:
 
     from finetune_mile.checkpoints.classifier import load_with_head
     from finetune_mile.images.pipeline import normalise
-    from finetune_mile.images.sources.demo import load
+    from finetune_mile.images.sources.grids import load
 
     val = load("").val
     assert val.truth is not None

@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 from torchvision import datasets, transforms
 
 from finetune_mile.core.types import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from finetune_mile.images.imageset import ImageSet
+from finetune_mile.images.index import ImageSet
 from finetune_mile.images.order import Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers, normalise
 from finetune_mile.images.sources import load_data
@@ -76,7 +76,7 @@ def our_pass(images: ImageSet, *, floats: bool) -> Callable[[], int]:
     def run() -> int:
         epoch = next(epochs)
         for at in range(0, len(images), BATCH):
-            batch = views.__getitems__([(epoch, i) for i in range(at, min(at + BATCH, len(images)))])
+            batch, _ = views.read([(epoch, i) for i in range(at, min(at + BATCH, len(images)))])
             if floats:
                 normalise(batch.images, mean, std)
         return len(images)

@@ -17,8 +17,7 @@ from finetune_mile.checkpoints.init import Init, parse_init, parse_source
 from finetune_mile.config.flags import given_settings, parse
 from finetune_mile.config.resolve import Resolved, check, resolve
 from finetune_mile.core.problems import Problem, tell
-from finetune_mile.images.checks import check_split, check_truth
-from finetune_mile.images.sources import load_data, split_name
+from finetune_mile.images.sources import check_split, check_truth, load_data, split_name
 from finetune_mile.training.folder import check_free, next_folder, resumed_recipe
 from finetune_mile.training.plan import make_plan
 
@@ -76,8 +75,8 @@ def run(options: argparse.Namespace, resolved: Resolved, path: Path, init: Init,
     """The run itself; from here on torch is needed."""
     from finetune_mile.checkpoints.classifier import load_teacher
     from finetune_mile.checkpoints.loading import load_network
-    from finetune_mile.images.bad_images import BadImages
-    from finetune_mile.images.pools import labelled_pools
+    from finetune_mile.images.index import BadImages
+    from finetune_mile.images.splits import labelled_pools
     from finetune_mile.images.truth import with_truth
     from finetune_mile.training import devices
     from finetune_mile.training.explain import explain

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finetune_mile.checkpoints.cards import find_card
-from finetune_mile.images.randomness import permutation, uniforms
-from finetune_mile.images.sources.demo import load
+from finetune_mile.images.order import permutation, uniforms
+from finetune_mile.images.sources.grids import load
 from finetune_mile.networks.heads import build
 
 SEED, STEPS, BATCH, RATE, TEMPERATURE = 0, 400, 256, 2e-3, 0.2

@@ -14,9 +14,9 @@ from finetune_mile.checkpoints.init import Init, parse_source
 from finetune_mile.checkpoints.loading import Opened, keep_own_head, open_trunk, with_attributes
 from finetune_mile.checkpoints.preprocessing import Preprocessor
 from finetune_mile.core.files import LARGEST_IMAGE, read_regular
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images.decoding import BadImage, decode
+from finetune_mile.images.pipeline import decode
 from finetune_mile.networks.heads import get_head
 
 if TYPE_CHECKING:

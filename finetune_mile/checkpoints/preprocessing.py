@@ -10,8 +10,7 @@ from torch import Tensor
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images.decoding import from_pil
-from finetune_mile.images.pipeline import centre_view, normalise
+from finetune_mile.images.pipeline import centre_view, from_pil, normalise
 
 if TYPE_CHECKING:
     from PIL.Image import Image

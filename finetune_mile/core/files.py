@@ -22,7 +22,7 @@ import yaml
 
 from finetune_mile.core.problems import Problem
 
-# Bytes of one image file. The largest image that is decoded (decoding.MOST_PIXELS) takes as much without compression.
+# Bytes of one image file. The largest image that is decoded (pipeline.MOST_PIXELS) takes as much without compression.
 LARGEST_IMAGE = 2**29
 LOCK_SECONDS = 10.0  # loader processes outlive a kill by some seconds
 _PACKAGE = Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""The one exception for what a user can mend: bad flags, files, recipes, data."""
+"""Problem: what a user can mend, such as bad flags, files, recipes, data. BadImage: one image that is skipped."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ class Failed(Problem):
     """The command was right and the run failed all the same, such as one whose loss is not a number any more."""
 
     code = 1
+
+
+class BadImage(Exception):
+    """One image cannot be read or decoded; the text says why. A run skips it."""
 
 
 def tell(problem: Problem) -> int:

@@ -1,4 +1,8 @@
-"""Which samples a step sees: f(seed, position), without a sampler that has to be saved."""
+"""Random draws and the order of samples as pure functions of (seed, epoch, sample): no state to save or restore.
+
+The draws are a hash of counters (the splitmix64 finaliser), not a generator with a state. They do not change with the
+number of workers or processes, after a restart, or with the release of a library. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +12,64 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from finetune_mile.images.randomness import permutation
-
+Indices = npt.NDArray[np.int64]
 Key = tuple[int, int]  # (epoch, sample)
+U64 = npt.NDArray[np.uint64]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: U64) -> U64:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def hashes(seed: int, epoch: int | Indices, samples: Indices) -> U64:
+    """One 64-bit hash per sample, (n,)."""
+    with np.errstate(over="ignore"):
+        state = _mix(np.full(len(samples), seed, np.uint64) + _GOLDEN)
+        state = _mix(state + np.asarray(epoch).astype(np.uint64) * _GOLDEN + np.uint64(1))
+        return _mix(state + samples.astype(np.uint64) * _GOLDEN + np.uint64(2))
+
+
+def uniforms(seed: int, epoch: int | Indices, samples: Indices, count: int) -> npt.NDArray[np.float64]:
+    """`count` uniform numbers in [0, 1) for each sample, (n, count)."""
+    with np.errstate(over="ignore"):
+        steps = (np.arange(1, count + 1, dtype=np.uint64)) * _GOLDEN
+        bits = _mix(hashes(seed, epoch, samples)[:, None] + steps)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def permutation(seed: int, epoch: int, size: int) -> Indices:
+    """The shuffled positions of one epoch, (size,): sorted by their hash."""
+    order: Indices = np.argsort(hashes(seed, epoch, np.arange(size)), kind="stable")
+    return order
 
 
 class Order:
-    """An endless, shuffled walk over a pool; epochs follow each other without a gap or a short batch."""
+    """An endless, shuffled walk over a pool. Epochs follow each other without a gap or a short batch."""
 
-    def __init__(self, pool: npt.NDArray[np.int64], seed: int) -> None:
+    def __init__(self, pool: Indices, seed: int) -> None:
         self.pool, self.seed = pool, seed
         self._epoch = -1
         self._walk = pool[:0]
 
     def keys(self, start: int, count: int) -> list[Key]:
-        """The (epoch, sample) keys of `count` draws from position `start` on."""
-        found: list[Key] = []
+        """The keys of `count` draws from position `start` on."""
+        keys: list[Key] = []
         size = len(self.pool)
         while count > 0:
             epoch, offset = divmod(start, size)
             if epoch != self._epoch:
                 self._epoch, self._walk = epoch, self.pool[permutation(self.seed, epoch, size)]
             part = self._walk[offset : offset + count]
-            found += [(epoch, int(sample)) for sample in part]
+            keys += [(epoch, int(sample)) for sample in part]
             start, count = start + len(part), count - len(part)
-        return found
+        return keys
 
 
 class Mixture:
-    """Two walks woven into one: of any `of` positions from a multiple of it on, `some` are the first walk's.
+    """Two walks interleaved: of each block of `of` positions, `some` come from the first walk.
 
     They are spread evenly, so that any part of a batch has its share, give or take one.
     """
@@ -45,7 +78,7 @@ class Mixture:
         self.first, self.rest, self.some, self.of = first, rest, some, of
 
     def keys(self, start: int, count: int) -> list[Key]:
-        """The (epoch, sample) keys of `count` draws from position `start` on."""
+        """The keys of `count` draws from position `start` on."""
         taken = [position * self.some // self.of for position in range(start, start + count + 1)]  # by the first walk
         first = iter(self.first.keys(taken[0], taken[-1] - taken[0]))
         rest = iter(self.rest.keys(start - taken[0], count - (taken[-1] - taken[0])))
@@ -57,13 +90,12 @@ def micro_batches(
 ) -> Iterator[list[Key]]:
     """This process's part of each global batch, `accumulate` parts a step, without end.
 
-    The global batch of step s is positions [s B, (s + 1) B) of the order whatever the number of processes; it is cut
-    into `accumulate` parts, and each of these among the processes.
+    The global batch of step s is positions [s B, (s + 1) B) of the order, whatever the number of processes. It is cut
+    into `accumulate` parts, and each part is divided among the processes.
     """
     size = batch_size // (accumulate * world)
     step = first_step
     while True:
         for part in range(accumulate):
-            start = step * batch_size + (part * world + rank) * size
-            yield order.keys(start, size)
+            yield order.keys(step * batch_size + (part * world + rank) * size, size)
         step += 1

@@ -1,30 +1,46 @@
-"""From an image set to batches on a device: uint8 all the way, normalised where it is used.
+"""From the bytes of an image to batches: decode, crop, resize, batch. uint8 until `normalise`.
 
 B batch, H and W height and width.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import struct
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 from torch.utils.data import DataLoader, Dataset
+from torchvision.io import ImageReadMode
 
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Batch, Preprocess
-from finetune_mile.images.decoding import BadImage
-from finetune_mile.images.imageset import ImageSet
-from finetune_mile.images.order import Key
-from finetune_mile.images.randomness import uniforms
-from finetune_mile.images.subsets import Indices
+from finetune_mile.images.order import Indices, Key, uniforms
+
+if TYPE_CHECKING:
+    from finetune_mile.images.index import ImageSet
+
+Box = tuple[int, int, int, int]  # top, left, height, width
+
+_JPEG = b"\xff\xd8\xff"
+MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 2**26)  # 179 million: PIL's own limit, applied to JPEGs too
+# Markers of a frame header, which holds the size: SOF0 to SOF15 without DHT (c4), JPG (c8) and DAC (cc).
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+# Markers that have no length (RST, SOI, EOI, TEM), the scan (SOS), and 0, which is none: no frame header came before.
+_ENDS = frozenset([*range(0xD0, 0xDB), 0x00, 0x01])
+_PIL_ERRORS = (
+    OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, struct.error, Image.DecompressionBombError,
+)  # fmt: skip
 
 CROP_TRIES = 10
 DRAWS = 4 * CROP_TRIES + 1  # the last one is for the flip
@@ -32,9 +48,95 @@ STAND_INS = 100  # bad images in a row that end a run
 NOTHING = -1  # in `bad`: no image was found to stand in
 
 
+# ------------------------------------------------------------------------------------ decoding
+
+
+def decode(data: bytes) -> Tensor:
+    """Any image file to RGB, uint8 (3, H, W), upright.
+
+    Grey becomes three equal channels; CMYK and palettes are converted; 16 bits keep the upper 8; a rotation in the EXIF
+    header is carried out; alpha is dropped, as PIL's `convert("RGB")` does; of an animation the first frame is taken.
+    JPEGs, by their first bytes and not by their name, go through torchvision, which equals PIL bit for bit.
+
+    Raises:
+        BadImage: the bytes are not an image, are cut off, or have more than `MOST_PIXELS`.
+    """
+    if data.startswith(_JPEG) and _jpeg_size_is_safe(data):
+        try:
+            # The operator itself: torchvision 0.29's function around it warns at every call that it will be removed.
+            # If the operator is removed too, PIL decodes.
+            encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            image: Tensor = torch.ops.image.decode_jpeg(encoded, ImageReadMode.RGB.value, True)
+            return image
+        except (RuntimeError, AttributeError):  # some rare JPEGs only PIL can read; for a broken one it says why
+            return _by_pil(data)
+    return _by_pil(data)
+
+
+def decode_from(encoded: Callable[[int], bytes], index: int) -> Tensor:
+    """Image number `index` of a reader of bytes, decoded."""
+    return decode(encoded(index))
+
+
+def _jpeg_size_is_safe(data: bytes) -> bool:
+    """Find the size in a JPEG's header, before a decoder that has no limit allocates the pixels.
+
+    Returns False if the header is not a plain list of segments up to the frame header: PIL, which has a limit,
+    decodes such files.
+
+    Raises:
+        BadImage: there are more than `MOST_PIXELS`.
+    """
+    at, end = 2, len(data) - 9
+    while at < end and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == 0xFF:  # a fill byte
+            at += 1
+        elif marker in _FRAMES:
+            height, width = data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
+            if height * width > MOST_PIXELS:
+                raise BadImage(f"{width:,} x {height:,} pixels are too many (at most {MOST_PIXELS:,})")
+            return True
+        elif marker in _ENDS:
+            return False
+        else:
+            length = data[at + 2] << 8 | data[at + 3]
+            if length < 2:
+                return False
+            at += 2 + length
+    return False
+
+
+def _by_pil(data: bytes) -> Tensor:
+    if not data:
+        raise BadImage("the file is empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about EXIF and palettes that are read all the same
+            with Image.open(io.BytesIO(data)) as opened:
+                opened.load()
+                return from_pil(opened)
+    except _PIL_ERRORS as error:
+        raise BadImage(str(error).partition("<_io")[0].strip() or type(error).__name__) from error
+
+
+def from_pil(image: Image.Image) -> Tensor:
+    """The tensor that `decode` gives for the file of a PIL image: RGB, uint8 (3, H, W), upright."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # grey of 16 bits, which PIL would clip: keep the upper 8
+        values = np.array(image).astype(np.int64)
+        if image.mode != "I" or values.max(initial=0) > 255:
+            values = values >> 8
+        image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
+
+
+# ------------------------------------------------------------------------------------ one view of an image
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augmentation:
-    """What training images go through."""
+    """Random changes of training images."""
 
     crop: Literal["random-resized", "shift", "none"]
     scale: tuple[float, float]
@@ -42,31 +144,32 @@ class Augmentation:
     flip: bool
 
 
-def centre_view(image: Tensor, how: Preprocess) -> Tensor:
+def centre_view(image: Tensor, preprocess: Preprocess) -> Tensor:
     """The evaluation view (3, size, size): a central crop of a share of the short side, resized."""
     height, width = image.shape[-2:]
-    side = max(1, round(min(height, width) * how.crop))
+    side = max(1, round(min(height, width) * preprocess.crop))
     top, left = (height - side) // 2, (width - side) // 2
-    if side == how.size:
+    if side == preprocess.size:
         return image[:, top : top + side, left : left + side]
-    return resized(image, (top, left, side, side), how)
+    return resized(image, (top, left, side, side), preprocess)
 
 
-def resized(image: Tensor, box: tuple[int, int, int, int], how: Preprocess) -> Tensor:
-    """The part (top, left, height, width) of a uint8 image (3, H, W), resized to (3, size, size).
+def resized(image: Tensor, box: Box, preprocess: Preprocess) -> Tensor:
+    """A part of a uint8 image (3, H, W), resized to (3, size, size).
 
     The same pixels as torchvision's `resized_crop`; with the channels last in memory torch resizes a third faster.
     """
     top, left, height, width = box
-    part = image[:, top : top + height, left : left + width]
-    if how.interpolation == "nearest":
-        return interpolate(part.unsqueeze(0), (how.size, how.size), mode="nearest").squeeze(0)
-    part = part.unsqueeze(0).contiguous(memory_format=torch.channels_last)
-    return interpolate(part, (how.size, how.size), mode=how.interpolation, antialias=how.antialias).squeeze(0)
+    part = image[:, top : top + height, left : left + width].unsqueeze(0)
+    size = (preprocess.size, preprocess.size)
+    if preprocess.interpolation == "nearest":
+        return interpolate(part, size, mode="nearest").squeeze(0)
+    part = part.contiguous(memory_format=torch.channels_last)
+    return interpolate(part, size, mode=preprocess.interpolation, antialias=preprocess.antialias).squeeze(0)
 
 
-def crop_box(height: int, width: int, scale: tuple[float, float], draws: Sequence[float]) -> tuple[int, int, int, int]:
-    """A random-resized-crop's (top, left, height, width): area in `scale`, aspect 3/4 to 4/3."""
+def crop_box(height: int, width: int, scale: tuple[float, float], draws: Sequence[float]) -> Box:
+    """The part that a random resized crop takes: area in `scale`, aspect 3/4 to 4/3."""
     for try_ in range(CROP_TRIES):
         area_draw, ratio_draw, top_draw, left_draw = draws[4 * try_ : 4 * try_ + 4]
         area = height * width * (scale[0] + (scale[1] - scale[0]) * area_draw)
@@ -78,131 +181,105 @@ def crop_box(height: int, width: int, scale: tuple[float, float], draws: Sequenc
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def random_view(image: Tensor, how: Preprocess, augmentation: Augmentation, draws: Sequence[float]) -> Tensor:
+def random_view(image: Tensor, preprocess: Preprocess, augmentation: Augmentation, draws: Sequence[float]) -> Tensor:
     """A training view (3, size, size) of an image (3, H, W), decided by `draws` alone."""
-    match augmentation.crop:
-        case "random-resized":
-            box = crop_box(image.shape[-2], image.shape[-1], augmentation.scale, draws)
-            image = resized(image, box, how)
-        case "shift":
-            image = centre_view(image, how)
-            reach = augmentation.shift
-            top, left = (int(d * (2 * reach + 1)) for d in draws[:2])
-            image = torch.nn.functional.pad(image, (reach,) * 4)
-            image = image[:, top : top + how.size, left : left + how.size]
-        case "none":
-            image = centre_view(image, how)
+    if augmentation.crop == "random-resized":
+        box = crop_box(image.shape[-2], image.shape[-1], augmentation.scale, draws)
+        image = resized(image, box, preprocess)
+    else:
+        image = centre_view(image, preprocess)
+    if augmentation.crop == "shift":
+        reach = augmentation.shift
+        top, left = (int(d * (2 * reach + 1)) for d in draws[:2])
+        image = pad(image, (reach,) * 4)[:, top : top + preprocess.size, left : left + preprocess.size]
     return image.flip(-1) if augmentation.flip and draws[-1] < 0.5 else image
 
 
-class Views(Dataset[Batch]):
-    """An image set seen through a transform; a key is (epoch, sample), a whole batch is read at once.
+# ------------------------------------------------------------------------------------ batches
 
-    A training image that cannot be read is replaced by the next one of its pool, with the draws of its own key: what
-    comes instead depends neither on workers nor on processes. On the plain view it is black, and whoever evaluates
-    leaves the samples in `bad` out; they are there once the batch has come out of `batches`.
+
+class Views(Dataset[tuple[Batch, dict[int, str]]]):
+    """The views of an image set; a whole batch of keys (epoch, sample) is read at once.
+
+    A training image that cannot be read is replaced by the next one of its pool, with the draws of its own key: the
+    replacement depends neither on workers nor on processes. An evaluation image that cannot be read is black, and the
+    caller leaves out the samples in `bad`, which are there once the batch has come out of `batches`.
     """
 
     def __init__(
         self,
         images: ImageSet,
-        how: Preprocess,
+        preprocess: Preprocess,
         augmentation: Augmentation | None,
         seed: int,
         *,
         pool: Indices | None = None,
         on_bad: Callable[[Mapping[int, str]], None] | None = None,
     ) -> None:
-        """Look at images.
+        """Arguments that their types do not explain.
 
         Args:
-            images: which.
-            how: what the network wants to see.
-            augmentation: for training; None: the plain view.
+            images: all images of a split.
+            preprocess: the input that the network expects.
+            augmentation: for training; None: the evaluation view.
             seed: of the augmentation.
             pool: sorted samples that a bad one is replaced from; None: all.
             on_bad: told, in the process that takes the batches, of samples that could not be read.
         """
-        self.images, self.how, self.augmentation, self.seed = images, how, augmentation, seed
+        self.images, self.preprocess, self.augmentation, self.seed = images, preprocess, augmentation, seed
         self.pool, self.on_bad = pool, on_bad
         self.bad: dict[int, str] = {}
 
-    def __getitems__(self, keys: list[Key]) -> Batch:
-        """Read and transform the samples of `keys`."""
-        batch, bad = self.look(keys)
-        self.bad.update(bad)
-        return batch
+    def read(self, keys: list[Key]) -> tuple[Batch, dict[int, str]]:
+        """The batch of `keys`, and the samples that could not be read, with the reason.
 
-    def look(self, keys: list[Key]) -> tuple[Batch, dict[int, str]]:
-        """The batch of `keys`, and the samples that could not be read, with the reason."""
-        wanted = np.array([sample for _, sample in keys])
+        The reasons are returned because a loader process has no other way to report them.
+        """
+        samples = np.array([sample for _, sample in keys])
         bad: dict[int, str] = {}
-        read = [self._read(int(sample), bad) for sample in wanted]
-        views, index = [image for image, _ in read], np.array([sample for _, sample in read])
+        images, shown = zip(*(self._read(int(sample), bad) for sample in samples), strict=True)
         if self.augmentation is None:
-            views = [centre_view(image, self.how) for image in views]
+            views = [centre_view(image, self.preprocess) for image in images]
         else:
             epochs = np.array([epoch for epoch, _ in keys])
-            draws = uniforms(self.seed, epochs, wanted, DRAWS).tolist()
+            draws = uniforms(self.seed, epochs, samples, DRAWS).tolist()
             views = [
-                random_view(image, self.how, self.augmentation, draw) for image, draw in zip(views, draws, strict=True)
+                random_view(image, self.preprocess, self.augmentation, draw)
+                for image, draw in zip(images, draws, strict=True)
             ]
-        where = torch.from_numpy(index)
-        return Batch(torch.stack(views), self.images.given[where], where), bad
+        index = torch.tensor(shown)
+        return Batch(torch.stack(views), self.images.given[index], index), bad
+
+    __getitems__ = read  # what torch's loader calls
 
     def _read(self, sample: int, bad: dict[int, str]) -> tuple[Tensor, int]:
-        """The image (3, H, W) of a sample, or of the one that stands in for it; and which one it is."""
-        black = torch.zeros(3, self.how.size, self.how.size, dtype=torch.uint8)
+        """The image (3, H, W) of a sample, or of its replacement; and the sample that it is of."""
         for _ in range(STAND_INS):
             try:
                 return self.images.read(sample), sample
             except BadImage as error:
                 bad[sample] = str(error)
             if self.augmentation is None:
-                return black, sample
-            sample = self._next(sample)
-        bad[NOTHING] = bad[sample]
-        return black, sample
-
-    def _next(self, sample: int) -> int:
-        if self.pool is None:
-            return (sample + 1) % len(self.images)
-        return int(self.pool[np.searchsorted(self.pool, sample, side="right") % len(self.pool)])
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch  # the data set reads whole batches; there is nothing to collate
+                break
+            if self.pool is None:
+                sample = (sample + 1) % len(self.images)
+            else:
+                sample = int(self.pool[np.searchsorted(self.pool, sample, side="right") % len(self.pool)])
+        else:
+            bad[NOTHING] = "too many bad images in a row"
+        return torch.zeros(3, self.preprocess.size, self.preprocess.size, dtype=torch.uint8), sample
 
 
 def batches(views: Views, keys: Iterable[list[Key]], *, workers: int, pin: bool) -> Iterator[Batch]:
     """Batches for lists of keys, in their order, read ahead by `workers` processes."""
     loader = DataLoader(
-        _Looks(views), batch_sampler=keys, num_workers=workers, collate_fn=_as_it_is, pin_memory=pin,
+        views, batch_sampler=keys, num_workers=workers, collate_fn=_unchanged, pin_memory=pin,
         worker_init_fn=_outlive_sigterm,
     )  # fmt: skip
-    return _listing_bad(views, iter(loader))
+    return _report_bad(views, iter(loader))  # the loader processes start here, not at the first batch
 
 
-def _outlive_sigterm(worker: int) -> None:
-    """SLURM, systemd and torchrun send SIGTERM to every process: a loader must outlive it, so that the run can save.
-
-    It ends when the run asks it to, or when the run is gone.
-    """
-    del worker
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-class _Looks(Dataset[tuple[Batch, dict[int, str]]]):
-    """Batches together with what was bad, which a loader process cannot tell in any other way."""
-
-    def __init__(self, views: Views) -> None:
-        self.views = views
-
-    def __getitems__(self, keys: list[Key]) -> tuple[Batch, dict[int, str]]:
-        return self.views.look(keys)
-
-
-def _listing_bad(views: Views, loaded: Iterator[tuple[Batch, dict[int, str]]]) -> Iterator[Batch]:
+def _report_bad(views: Views, loaded: Iterator[tuple[Batch, dict[int, str]]]) -> Iterator[Batch]:
     for batch, bad in loaded:
         if bad:
             views.bad.update(bad)
@@ -217,13 +294,26 @@ def _listing_bad(views: Views, loaded: Iterator[tuple[Batch, dict[int, str]]]) -
         yield batch
 
 
+def _unchanged(batch: Any) -> Any:
+    return batch  # `Views.read` has put the batch together
+
+
+def _outlive_sigterm(worker: int) -> None:
+    """SLURM, systemd and torchrun send SIGTERM to every process: a loader must outlive it, so that the run can save.
+
+    It ends when the run asks it to, or when the run is gone.
+    """
+    del worker
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def default_workers(world: int) -> int:
-    """Loader processes for one of `world` training processes: the cores it can have, at most 16."""
+    """Loader processes for one of `world` training processes: its share of the cores, at most 16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(16, cores // world))
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """uint8 (B, 3, H, W) to floats in the network's convention; mean and std (3, 1, 1) on the device."""
-    floats = images.to(torch.float32, copy=True)  # then in place: new memory a step would cost more than the sums
+    """uint8 (B, 3, H, W) to the floats that the network expects; mean and std (3, 1, 1) on the device."""
+    floats = images.to(torch.float32, copy=True)  # then in place: new memory each step would cost more than the sums
     return floats.div_(255.0).sub_(mean).div_(std)

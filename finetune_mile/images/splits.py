@@ -1,10 +1,12 @@
-"""Published and saved lists of labelled images: which names, checked against what the card or the file promises.
+"""Which images train, which validate, and which training images keep their label. No torch at import.
 
-No torch here.
+The labelled images are a seeded, stratified draw, or a list of names: published (SimCLR's 1 % and 10 % of ImageNet) or
+the user's (--split). A list is checked against its card or file. N images, C classes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -12,9 +14,9 @@ import lzma
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,13 +24,203 @@ from pydantic import BaseModel, ConfigDict, Field
 from finetune_mile.core.download import RemoteFile, fetch
 from finetune_mile.core.files import cache, load_yaml_file, open_regular, shipped, size_in_words
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.names import locate
-from finetune_mile.images.subsets import Indices
+from finetune_mile.core.types import Pool
+from finetune_mile.images.index import Data, ImageSet, Names, Picked, locate
+from finetune_mile.images.order import Indices, hashes
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+VAL_SHARE = 0.2
+LEAST_CALIBRATION, MOST_CALIBRATION = 500, 0.2  # images, unless that is more than this share of them
+CALIBRATION_SEED = 7919
+HELD_OUT_FLAGS = "--rho auto and auto.held_out: always"
 IMAGENET_CLASSES = 1000
 LARGEST_LIST = 2**28  # bytes, unpacked; the names of all of ImageNet take about 40 MB
 PACKED: Mapping[str, Callable[[Any], Any]] = {".xz": lzma.LZMAFile, ".gz": lambda file: gzip.GzipFile(fileobj=file)}
 _TRAIN_NAME = re.compile(r"(.*/)?n\d{8}_\d+(_n\d{8})?\.JPEG$")
+
+
+# ------------------------------------------------------------------------------------ training and validation images
+
+
+def make_data(name: str, classes: Sequence[str], train: ImageSet, val: ImageSet | None, flag: str) -> Data:
+    """The data of a source. Without validation images, a fifth of each class is held out: the same for every seed."""
+    if len(classes) < 2:
+        count = f"only one class ({classes[0]})" if classes else "no labels"
+        raise Problem(f"{flag}: {count}; two are needed")
+    if val is None:
+        held_out = stratified(one_label_each(train.given).numpy(), train.ids, VAL_SHARE, seed=0)
+        rest = np.setdiff1d(np.arange(len(train)), held_out, assume_unique=True)
+        if len(rest) == 0 or len(held_out) == 0:
+            raise Problem(f"{flag}: one image per class cannot be split; add images, or validation images of their own")
+        train, val = _take(train, rest), _take(train, held_out)
+    return Data(name=name, classes=tuple(classes), train=train, val=val)
+
+
+def _take(images: ImageSet, rows: Indices) -> ImageSet:
+    """Some images of a set that a source made with `to_set`."""
+    assert images.encoded is not None
+    return dataclasses.replace(
+        images, ids=Names.of(images.ids[i] for i in rows.tolist()), given=images.given[rows],
+        truth=None if images.truth is None else images.truth[rows],
+        read=Picked(images.read, rows), encoded=Picked(images.encoded, rows),
+    )  # fmt: skip
+
+
+def stratified(labels: Indices, ids: Sequence[str], fraction: float, seed: int) -> Indices:
+    """A share of each class, at least one image each, as sorted indices.
+
+    Within a class the images are ranked by a hash of (seed, id) and the first ones are taken, so a smaller fraction
+    is part of a larger one, and images added later do not reshuffle the others.
+
+    Args:
+        labels: (N,) one class per image; -1 = unlabelled, never taken.
+        ids: N names.
+        fraction: in (0, 1].
+        seed: another seed is another draw.
+    """
+    if not 0 < fraction <= 1:
+        raise Problem(f"--fraction {fraction}: must be above 0 and at most 1")
+    if fraction == 1:
+        return np.flatnonzero(labels >= 0)
+    digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in ids)
+    numbers = np.array([int.from_bytes(d, "little") >> 1 for d in digests], dtype=np.int64)
+    order = np.lexsort((hashes(seed, 0, numbers), labels))  # class by class, and by rank within
+    order = order[labels[order] >= 0]
+    members = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+    return np.sort(np.concatenate([some[: max(1, round(fraction * len(some)))] for some in members]))
+
+
+def fingerprint(ids: Sequence[str]) -> str:
+    """A hash of a list of ids, in order: two runs with the same one used the same images."""
+    return hashlib.sha256("".join(f"{name}\n" for name in ids).encode()).hexdigest()
+
+
+def one_label_each(given: Tensor) -> Tensor:
+    """(N,) classes to stratify by: the given label, or the first of several; -1 = none."""
+    return given if given.ndim == 1 else given.argmax(1).masked_fill(~(given > 0).any(1), -1)
+
+
+# ------------------------------------------------------------------------------------ pools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pools:
+    """Training images and the three pools that phases draw from; labels outside of the labelled pool are hidden."""
+
+    images: ImageSet
+    indices: dict[Pool, Indices]
+    source: str = "stratified"  # or the list that names the labelled images
+    calibration: Indices = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # labelled, and in no pool
+
+    def to_json(self, fraction: float, seed: int) -> dict[str, object]:
+        """The contents of split.json: enough to check a split, and to use it again with --split."""
+        ids = [self.images.ids[i] for i in self.indices["labelled"]]
+        return {
+            "fraction": fraction,
+            "seed": seed,
+            "source": self.source,
+            "labelled": len(ids),
+            "unlabelled": len(self.indices["unlabelled"]),
+            "sha256": fingerprint(ids),
+            "ids": ids,
+            **({"calibration": [self.images.ids[i] for i in self.calibration]} if len(self.calibration) else {}),
+        }
+
+
+def labelled_pools(
+    data: Data, *, fraction: float, seed: int, split: str | None = None, calibration: float = 0.0
+) -> Pools:
+    """The pools of a run: the images that a list or the fraction keeps labelled, less those that are held out.
+
+    Args:
+        data: all images.
+        fraction: the share of the labels that is used.
+        seed: of the draws.
+        split: a list of the labelled images; None: the published one for this data and fraction, or a draw.
+        calibration: the share of the labelled images that no phase trains on.
+    """
+    chosen = choose(data.train.ids, len(data.classes), fraction, split)
+    return hold_out(make_pools(data.train, fraction, seed, chosen), calibration, seed)
+
+
+def make_pools(images: ImageSet, fraction: float, seed: int, chosen: Chosen | None = None) -> Pools:
+    """Keep the labels of a share of each class, or of the images that a list has chosen; hide the others."""
+    labels = one_label_each(images.given).numpy()
+    if chosen is None:
+        chosen = Chosen(stratified(labels, images.ids, fraction, seed), "stratified")
+    else:
+        _check_list(labels, chosen)
+    labelled, everything = chosen.indices, np.arange(len(images))
+    if len(labelled) == 0:
+        raise Problem("--data: no training image has a label")
+    visible = images.given.new_full(images.given.shape, -1)
+    visible[labelled] = images.given[labelled]
+    return Pools(
+        images=dataclasses.replace(images, given=visible),
+        indices={
+            "labelled": labelled,
+            "unlabelled": np.setdiff1d(everything, labelled, assume_unique=True),
+            "all": everything,
+        },
+        source=chosen.source,
+    )
+
+
+def _check_list(labels: Indices, chosen: Chosen) -> None:
+    """A list must name labelled images, and some of every class that has any."""
+    listed = labels[chosen.indices]
+    if (listed < 0).any():
+        raise Problem(f"--split {chosen.source}: {int((listed < 0).sum())} of the images it names have no label")
+    lost = np.setdiff1d(labels[labels >= 0], listed)
+    if len(lost):
+        raise Problem(
+            f"--split {chosen.source}: no image is left of {len(lost)} classes (the first is class number {lost[0]}); "
+            "a list must name at least one image of each"
+        )
+
+
+def held_out_share(share: float, labelled: int) -> float:
+    """The share of so many labelled images that is held out: at least 500 of them, or a fifth where they are few."""
+    return max(share, min(LEAST_CALIBRATION / labelled, MOST_CALIBRATION)) if share else 0.0
+
+
+def hold_out(pools: Pools, share: float, seed: int) -> Pools:
+    """Take a share of the labelled images, of each class, out of every pool: the calibration images of `rho: auto`.
+
+    At least 500 are taken, or a fifth where there are fewer than 2,500; a class of one image keeps it.
+
+    Args:
+        pools: over all images.
+        share: in [0, 0.5]; 0 takes none.
+        seed: of the draw, which is another one than that of the fraction.
+    """
+    if share == 0:
+        return pools
+    labelled = pools.indices["labelled"]
+    if pools.images.given.ndim == 2:
+        raise Problem(f"{HELD_OUT_FLAGS} need one given label per image; these have sets of labels")
+    labels = pools.images.given[labelled].numpy()
+    spare = np.flatnonzero(np.bincount(labels)[labels] > 1)
+    if len(spare) == 0:
+        raise Problem(f"{HELD_OUT_FLAGS} need classes with two labelled images or more; these have one each")
+    ids = [pools.images.ids[i] for i in labelled[spare]]
+    drawn = stratified(labels[spare], ids, held_out_share(share, len(labelled)), seed + CALIBRATION_SEED)
+    taken = labelled[spare[drawn]]
+    rest = {name: np.setdiff1d(members, taken, assume_unique=True) for name, members in pools.indices.items()}
+    return dataclasses.replace(pools, indices=rest, calibration=taken)
+
+
+def balanced_weights(given: Tensor, num_classes: int) -> Tensor:
+    """Class weights (C,) that are inverse to the label counts, with mean 1; a class without labels gets 1."""
+    counts = (given > 0).sum(0) if given.ndim == 2 else given[given >= 0].bincount(minlength=num_classes)
+    present = counts > 0
+    weights = 1 / counts.float().clamp(min=1)
+    return (weights / weights[present].mean()).masked_fill(~present, 1.0)
+
+
+# ------------------------------------------------------------------------------------ lists of labelled images
 
 
 class SplitCard(BaseModel):
@@ -46,8 +238,7 @@ class SplitCard(BaseModel):
     licence: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class Chosen(NamedTuple):
     """The labelled images that a list names."""
 
     indices: Indices  # sorted
@@ -68,63 +259,52 @@ def published(ids: Sequence[str], num_classes: int, fraction: float) -> SplitCar
 
 
 def choose(ids: Sequence[str], num_classes: int, fraction: float, split: str | None) -> Chosen | None:
-    """The images that a list names: the one given, else the published one; None: a seeded split is to be drawn.
-
-    Args:
-        ids: of the training images.
-        num_classes: C.
-        fraction: share of the labels that is wanted.
-        split: --split, or None.
-    """
+    """The images that a list names: --split if given, else the published list; None: draw a stratified split."""
     if split is not None:
-        names = read_list(Path(split))
-        return Chosen(indices=find(names, ids, f"--split {split}", fraction), source=Path(split).name)
+        return Chosen(find(read_list(Path(split)), ids, f"--split {split}", fraction), Path(split).name)
     card = published(ids, num_classes, fraction)
     if card is None:
         return None
-    what = f"the published list {card.name}"
-    return Chosen(indices=find(fetch_list(card), ids, what, fraction), source=card.name)
+    return Chosen(find(fetch_list(card), ids, f"the published list {card.name}", fraction), card.name)
 
 
 def read_list(path: Path) -> list[str]:
     """Names from a text file, one a line (also .xz and .gz), or from a run's split.json."""
-    what = f"--split {path}"
-    text = _text(path, what)
+    flag = f"--split {path}"
+    try:
+        with os.fdopen(open_regular(path), "rb") as stream, PACKED.get(path.suffix, lambda f: f)(stream) as unpacked:
+            data: bytes = unpacked.read(LARGEST_LIST + 1)
+        if len(data) > LARGEST_LIST:
+            raise OSError(f"larger than {size_in_words(LARGEST_LIST)}")
+        text = data.decode("utf-8")
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise Problem(f"{flag}: cannot be read as a list of names ({error})") from error
     if path.name.removesuffix(".xz").removesuffix(".gz").endswith(".json"):
         try:
-            saved = json.loads(text)
-            names = [str(name) for name in saved["ids"]]
+            names = [str(name) for name in json.loads(text)["ids"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Problem(f"{what}: is not the split.json of a run (it has no list `ids`)") from error
+            raise Problem(f"{flag}: is not the split.json of a run (it has no list `ids`)") from error
     else:
         names = [line.strip() for line in text.splitlines() if line.strip()]
     if not names:
-        raise Problem(f"{what}: the list is empty")
+        raise Problem(f"{flag}: the list is empty")
     if len(set(names)) < len(names):
-        raise Problem(f"{what}: {len(names) - len(set(names))} names are listed twice")
+        raise Problem(f"{flag}: {len(names) - len(set(names))} names are listed twice")
     return names
-
-
-def _text(path: Path, what: str) -> str:
-    try:
-        with os.fdopen(open_regular(path), "rb") as stream:
-            if path.suffix in PACKED:
-                with PACKED[path.suffix](stream) as unpacked:
-                    data: bytes = unpacked.read(LARGEST_LIST + 1)
-            else:
-                data = stream.read(LARGEST_LIST + 1)
-        if len(data) > LARGEST_LIST:
-            raise OSError(f"larger than {size_in_words(LARGEST_LIST)}")
-        return data.decode("utf-8")
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise Problem(f"{what}: cannot be read as a list of names ({error})") from error
 
 
 def fetch_list(card: SplitCard) -> list[str]:
     """The names of a published list: from the cache, or fetched into it; never drawn anew."""
     place = cache() / "splits" / f"{card.name}.txt"
     if not place.is_file():
-        _download(card, place)
+        try:
+            fetch((RemoteFile(name=place.name, urls=card.urls, sha256=card.sha256),), place.parent)
+        except Problem as error:
+            reason = str(error).partition("; fetch ")[0]  # the download's own advice does not know --split
+            raise Problem(
+                f"--fraction {card.fraction:g} of ImageNet means SimCLR's published list, which could not be fetched "
+                f"({reason}); fetch {card.urls[0]} elsewhere and put it at {place}, or give it with --split FILE"
+            ) from error
     text = place.read_bytes()
     names = text.decode("utf-8").split()
     if hashlib.sha256(text).hexdigest() != card.sha256 or len(names) != card.count:
@@ -134,30 +314,19 @@ def fetch_list(card: SplitCard) -> list[str]:
     return names
 
 
-def _download(card: SplitCard, place: Path) -> None:
-    try:
-        fetch((RemoteFile(name=place.name, urls=card.urls, sha256=card.sha256),), place.parent)
-    except Problem as error:
-        reason = str(error).partition("; fetch ")[0]  # the download's own advice does not know --split
-        raise Problem(
-            f"--fraction {card.fraction:g} of ImageNet means SimCLR's published list, which could not be fetched "
-            f"({reason}); fetch {card.urls[0]} elsewhere and put it at {place}, or give it with --split FILE"
-        ) from error
-
-
-def find(names: Sequence[str], ids: Sequence[str], what: str, fraction: float) -> Indices:
-    """Where the names of a list are among `ids`, sorted; a name that is not there is an error."""
-    found, missing = locate(names, ids)
+def find(names: Sequence[str], ids: Sequence[str], flag: str, fraction: float) -> Indices:
+    """The positions in `ids` of the names of a list, sorted; a name that is not there is an error."""
+    positions, missing = locate(names, ids)
     if missing:
         raise Problem(
-            f"{what} names {len(missing):,} of {len(names):,} images that the data lacks: "
+            f"{flag} names {len(missing):,} of {len(names):,} images that the data lacks: "
             f"{', '.join(name[:80] for name in missing[:3])}"
             f"{', ...' if len(missing) > 3 else ''}"
         )
-    indices = np.unique(np.array(found, dtype=np.int64))
+    indices = np.unique(np.array(positions, dtype=np.int64))
     if len(indices) < len(names):
-        raise Problem(f"{what}: {len(names) - len(indices)} names lead to an image that another name leads to as well")
+        raise Problem(f"{flag}: {len(names) - len(indices)} names point to an image that is already listed")
     share = len(indices) / len(ids)
     if fraction < 1 and not 0.5 * fraction <= share <= 2 * fraction:
-        raise Problem(f"{what} holds {share:.2%} of all images, --fraction is {fraction:.2%}; leave out one of them")
+        raise Problem(f"{flag} holds {share:.2%} of all images, --fraction is {fraction:.2%}; leave out one of them")
     return indices

@@ -13,8 +13,7 @@ import numpy as np
 
 from finetune_mile.core.files import open_regular
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.names import Names
-from finetune_mile.images.scans import Scan, scan_file
+from finetune_mile.images.index import Names, Scan, scan_file
 
 _BLOCK = 512
 

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from finetune_mile.core.files import open_regular
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.imageset import Data
-from finetune_mile.images.names import locate
-from finetune_mile.images.sources.csv_file import read_rows, split_labels
-from finetune_mile.images.sources.imagenet_labels import VAL_NAME, real_labels, synsets
+from finetune_mile.images.index import Data, locate
+from finetune_mile.images.sources.imagenet import VAL_NAME, real_labels, synsets
+from finetune_mile.images.sources.lists import read_rows, split_labels
 
 
 def with_truth(data: Data, spec: str) -> Data:

@@ -17,8 +17,7 @@ from finetune_mile.checkpoints.init import Init, parse_source, read_config
 from finetune_mile.core.console import progress
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images.bad_images import allowed
-from finetune_mile.images.imageset import ImageSet
+from finetune_mile.images.index import ImageSet, allowed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -47,7 +47,7 @@ def views_picture(session: Session) -> Image:
 
     count = min(SHOWN, len(session.images))
     keys = [(0, i) for i in range(count)]
-    images = session.plain().look(keys)[0].images
+    images = session.plain().read(keys)[0].images
     rows = [images.float() / 255, *(view.cpu() for view in session.views(images, keys))]
     square = (max(CELL // (session.recipe.size or 1), 1) * (session.recipe.size or 1),) * 2
     rows = [torch.nn.functional.interpolate(row, square) for row in rows]  # nearest: pixels stay pixels

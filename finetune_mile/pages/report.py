@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 
 from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file
-from finetune_mile.images.bad_images import say_skipped, say_unreadable
+from finetune_mile.images.index import say_skipped, say_unreadable
 from finetune_mile.measures.names import CLOSING
 
 if TYPE_CHECKING:

@@ -14,19 +14,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images.decoding import BadImage
-from finetune_mile.images.grids import make_grids, read_wanted, shrunk
-from finetune_mile.images.imageset import Data, ImageSet
+from finetune_mile.images.index import Data, ImageSet
+from finetune_mile.images.order import permutation, uniforms
 from finetune_mile.images.pipeline import centre_view
-from finetune_mile.images.randomness import permutation, uniforms
-from finetune_mile.images.sources import folder
-from finetune_mile.images.sources.options import check_choices, read_options
+from finetune_mile.images.sources import check_choices, folder, read_options
+from finetune_mile.images.sources.grids import make_grids, read_wanted, shrunk
 from finetune_mile.paper.idx import find_mnist, read_mnist
 
 if TYPE_CHECKING:
-    from finetune_mile.images.subsets import Indices
+    from finetune_mile.images.order import Indices
 
 
 # ------------------------------------------------------------------------------------- grids of digits, grids of photos

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file, write_json
-from finetune_mile.images.bad_images import say_skipped
+from finetune_mile.images.index import say_skipped
 from finetune_mile.learning.optim import decay_groups, make_optimizer, rate_at
 from finetune_mile.networks.heads import build
 from finetune_mile.pages.pretrain_report import write_report

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize as unit
 
 from finetune_mile.core.types import Preprocess, in_steps
-from finetune_mile.images.bad_images import BadImages
-from finetune_mile.images.imageset import Data, ImageSet
+from finetune_mile.images.index import BadImages, Data, ImageSet
 from finetune_mile.images.order import Key, Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers, normalise
-from finetune_mile.images.pools import one_label_each
+from finetune_mile.images.splits import one_label_each
 from finetune_mile.measures.evaluation import predict
 from finetune_mile.measures.generations import pick_probe
 from finetune_mile.pretraining.recipe import Pretrain

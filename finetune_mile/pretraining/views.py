@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, conv2d, grid_sample, pad
 
-from finetune_mile.images.order import Key
-from finetune_mile.images.randomness import uniforms
+from finetune_mile.images.order import Key, uniforms
 from finetune_mile.pretraining.recipe import Limits, ViewSettings
 
 SEEDS = 16  # one seed of a run is so many of the draws: the order of the images, then each view

@@ -61,7 +61,7 @@ def look_at_data(recipe: Recipe) -> Scene:
     labelled = round(recipe.fraction * train)
     if scheme == "imagenet":
         labelled = IMAGENET_LISTS.get(recipe.fraction, labelled)
-    from finetune_mile.images.pools import held_out_share
+    from finetune_mile.images.splits import held_out_share
 
     held_out = round(labelled * held_out_share(recipe.calibration, labelled))
     pools: dict[Pool, int] = {
@@ -78,7 +78,7 @@ def opened(data: str) -> Any:
 
 @lru_cache(maxsize=256)
 def _counted(data: str, fraction: float, seed: int, split: str | None, calibration: float) -> Scene:
-    from finetune_mile.images.pools import labelled_pools
+    from finetune_mile.images.splits import labelled_pools
 
     found = opened(data)
     pools = labelled_pools(found, fraction=fraction, seed=seed, split=split, calibration=calibration)

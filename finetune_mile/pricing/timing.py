@@ -173,6 +173,6 @@ def time_reading(
 
     def step() -> None:
         first = next(offsets)
-        views.look([(0, (first + i) % len(train)) for i in range(count)])
+        views.read([(0, (first + i) % len(train)) for i in range(count)])
 
     return _timed(step) * (1 / count)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune_mile.config.resolve import Resolved, flat
-from finetune_mile.images.bad_images import say_unreadable
+from finetune_mile.images.index import say_unreadable
 from finetune_mile.learning.phases import Phase, trace
 from finetune_mile.training.plan import Plan
 

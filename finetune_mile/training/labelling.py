@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from finetune_mile.core.files import whole_file
-from finetune_mile.images.subsets import Indices
+from finetune_mile.images.order import Indices
 from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.roles import Roles
 from finetune_mile.learning.stores import Block, LabelStore, encode

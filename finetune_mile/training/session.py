@@ -15,12 +15,10 @@ from finetune_mile.checkpoints.cards import Card
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.problems import Failed
 from finetune_mile.core.types import Batch, Pool, Preprocess
-from finetune_mile.images.bad_images import BadImages
-from finetune_mile.images.imageset import Data, ImageSet
-from finetune_mile.images.order import Mixture, Order, micro_batches
+from finetune_mile.images.index import BadImages, Data, ImageSet
+from finetune_mile.images.order import Indices, Mixture, Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers, normalise
-from finetune_mile.images.pools import Pools, balanced_weights
-from finetune_mile.images.subsets import Indices
+from finetune_mile.images.splits import Pools, balanced_weights
 from finetune_mile.learning.loop import Loop
 from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.roles import Roles

@@ -13,7 +13,7 @@ from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import LoadReport
 from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file, write_json
-from finetune_mile.images.bad_images import say_skipped
+from finetune_mile.images.index import say_skipped
 from finetune_mile.learning.loop import Average, train
 from finetune_mile.learning.optim import make_optimizer, parameter_groups, rate_at
 from finetune_mile.learning.roles import Roles, copy_into

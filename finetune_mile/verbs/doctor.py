@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.config.flags import Parser
-from finetune_mile.images.bad_images import check_replaceable, write_list
-from finetune_mile.images.checks import check_truth
-from finetune_mile.images.sources import load_data, split_name
+from finetune_mile.images.index import check_replaceable, write_list
+from finetune_mile.images.sources import check_truth, load_data, split_name
 
 if TYPE_CHECKING:
-    from finetune_mile.images.imageset import Data, ImageSet
+    from finetune_mile.images.index import Data, ImageSet
 
 SHOWN = 10  # names of each kind; --list writes all bad ones
 
@@ -63,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     for line in report(data, found):
         sys.stdout.write(line + "\n")
     if data.unreadable:
-        from finetune_mile.images.bad_images import say_unreadable
+        from finetune_mile.images.index import say_unreadable
 
         sys.stdout.write(f"--data {options.data}: {say_unreadable(data.unreadable)}\n")
     if options.list is not None:
@@ -106,7 +105,8 @@ class Examined:
         """Look at one image; the hash is of the file, or of the pixels where there is no file."""
         import hashlib
 
-        from finetune_mile.images.decoding import BadImage, decode
+        from finetune_mile.core.problems import BadImage
+        from finetune_mile.images.pipeline import decode
 
         try:
             if self.images.encoded is None:
@@ -191,7 +191,7 @@ def _size_lines(split: str, findings: Findings) -> Iterator[str]:
 
 
 def _bad_lines(images: ImageSet, split: str, findings: Findings) -> Iterator[str]:
-    from finetune_mile.images.bad_images import allowed
+    from finetune_mile.images.index import allowed
 
     verdict = "would stop" if len(findings.bad) > allowed(len(images)) else "goes on without them"
     yield f"{split}: {len(findings.bad)} images cannot be read" + (f"; a run {verdict}" if findings.bad else "")

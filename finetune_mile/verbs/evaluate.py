@@ -19,10 +19,8 @@ from finetune_mile.config.resolve import read_yaml
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem, tell
 from finetune_mile.core.types import LARGEST_BATCH
-from finetune_mile.images.bad_images import write_list
-from finetune_mile.images.checks import check_truth
-from finetune_mile.images.imageset import Data, ImageSet
-from finetune_mile.images.sources import load_data, scheme_and_place, split_name
+from finetune_mile.images.index import Data, ImageSet, write_list
+from finetune_mile.images.sources import check_truth, load_data, scheme_and_place, split_name
 from finetune_mile.measures.classifiers import columns_for, logits_of, open_classifier, parse_model, run_folder
 from finetune_mile.measures.names import CLOSING
 from finetune_mile.training.folder import environment, next_folder

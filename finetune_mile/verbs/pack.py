@@ -23,10 +23,10 @@ from finetune_mile.config.flags import Parser
 from finetune_mile.core.files import locked, write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import load_data, split_name
-from finetune_mile.images.sources.wds_state import STATE, read_state
+from finetune_mile.images.sources.wds import STATE, read_state
 
 if TYPE_CHECKING:
-    from finetune_mile.images.imageset import Data, ImageSet
+    from finetune_mile.images.index import Data, ImageSet
 
 LOCK, BAD = ".pack.lock", "bad_images.csv"
 
@@ -80,7 +80,7 @@ def _pack(options: argparse.Namespace, data: Data, how: How) -> int:
     for split, images in (("train", data.train), ("val", data.val)):
         bad += write_split(options.out, split, images, data.classes, how, workers)
     if bad:
-        from finetune_mile.images.bad_images import write_list
+        from finetune_mile.images.index import write_list
 
         write_list(options.out / BAD, bad)
     write_json(options.out / STATE, state | {"complete": True})
@@ -127,7 +127,7 @@ def _clean(out: Path) -> None:
 
 def begin(out: Path, data: Data, how: How) -> dict[str, Any]:
     """Write what is packed here, or make sure that what is there came from the same command."""
-    from finetune_mile.images.subsets import fingerprint
+    from finetune_mile.images.splits import fingerprint
 
     state: dict[str, Any] = {
         "name": data.name, "classes": list(data.classes), "size": how.size, "quality": how.quality, "shard": how.shard,
@@ -187,7 +187,8 @@ def write_split(
 
 def pack_image(images: ImageSet, index: int, how: How) -> bytes | str:
     """JPEG bytes with the short side resized; a small JPEG as it is; or why the image is bad."""
-    from finetune_mile.images.decoding import BadImage, decode
+    from finetune_mile.core.problems import BadImage
+    from finetune_mile.images.pipeline import decode
 
     try:
         data = b"" if images.encoded is None else images.encoded(index)

@@ -70,7 +70,7 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
 
 def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     """The run itself; from here on torch is needed."""
-    from finetune_mile.images.bad_images import BadImages
+    from finetune_mile.images.index import BadImages
     from finetune_mile.pretraining.describing import describe
     from finetune_mile.pretraining.running import make_method, open_folder, play
     from finetune_mile.pretraining.session import Session, with_size

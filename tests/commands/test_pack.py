@@ -81,7 +81,7 @@ def test_it_goes_on_after_a_stop(folder, tmp_path, monkeypatch, capsys):
         main(["pack", str(folder), str(out), *PACK])
     monkeypatch.setattr(pack, "pack_image", real)
     assert [p.name for p in out.glob("*.tar")] == ["train-000000.tar"], "half a shard has no name"
-    with pytest.raises(Problem, match="packing was not finished"):
+    with pytest.raises(Problem, match="packing is incomplete"):
         load_data(f"wds:{out}")
     assert main(["pack", str(folder), str(out), "--size", "32", "--shard", "4"]) == 2
     assert "shards of other images or settings" in capsys.readouterr().err
@@ -135,7 +135,7 @@ import contextlib, io, os, shutil, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)  # packing here, too, starts no threads that a child would miss
-import finetune_mile.images.decoding, finetune_mile.images.pipeline, torchvision.transforms.v2, rich.progress
+import finetune_mile.images.pipeline, torchvision.transforms.v2, rich.progress
 from finetune_mile.cli import main
 
 source, base = sys.argv[1], Path(sys.argv[2])

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from finetune_mile import cli
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images import scans
-from finetune_mile.images.bad_images import BadImages, allowed
+from finetune_mile.images import index as index_module
+from finetune_mile.images.index import BadImages, allowed
 from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources import load_data
 from finetune_mile.run import main
@@ -61,7 +61,7 @@ def test_the_next_image_of_the_pool_stands_in(folder, workers):
 def test_the_last_one_is_followed_by_the_first(folder):
     data = load_data(str(folder))
     views = Views(data.train, HOW, CROP, 1, pool=np.array([2, 7, 8]))
-    assert views.__getitems__([(0, 7)]).samples.tolist() == [2]
+    assert views.read([(0, 7)])[0].samples.tolist() == [2]
     nothing = Views(data.train, HOW, CROP, 1, pool=np.array([7, 8]))
     for workers in (0, 1):
         with pytest.raises(Problem, match=r"none of 100 images in a row can be read; the first, a/7.jpg, says: Trunc"):
@@ -168,11 +168,11 @@ def test_files_that_end_in_heic_are_said_and_counted(with_heic, tmp_path, capsys
 
 def test_files_that_end_in_heic_are_remembered_with_the_scan(with_heic, tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(scans, "WORTH_KEEPING", 1)
-    monkeypatch.setattr(scans, "SETTLED", -1.0)
+    monkeypatch.setattr(index_module, "WORTH_KEEPING", 1)
+    monkeypatch.setattr(index_module, "SETTLED", -1.0)
     first = load_data(str(with_heic))
     assert first.unreadable == {".heic": 3, ".nef": 1}
-    monkeypatch.setattr(scans, "_walk", lambda *_: pytest.fail("it was to be remembered"))
+    monkeypatch.setattr(index_module, "_walk", lambda *_: pytest.fail("it was to be remembered"))
     assert load_data(str(with_heic)).unreadable == first.unreadable
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from finetune_mile.images.decoding import BadImage, decode
+from finetune_mile.core.problems import BadImage
+from finetune_mile.images.pipeline import decode
 
 
 def encoded(image, **how):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.grids import Layout, make_grids
 from finetune_mile.images.sources import load_data, split_name
+from finetune_mile.images.sources.grids import Layout, make_grids
 from finetune_mile.paper.datasets import multi_mnist
 
 

@@ -15,10 +15,10 @@ from photos import make_photos, photo, tar_of, write_folder, write_shards
 from PIL import Image
 
 from finetune_mile.cli import main
-from finetune_mile.core.problems import Problem
-from finetune_mile.images import decoding, splits
-from finetune_mile.images.decoding import BadImage, decode
-from finetune_mile.images.reading import Files, TarFiles
+from finetune_mile.core.problems import BadImage, Problem
+from finetune_mile.images import pipeline, splits
+from finetune_mile.images.index import Files, TarFiles
+from finetune_mile.images.pipeline import decode
 from finetune_mile.images.sources import load_data
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -101,7 +101,7 @@ def test_f4_a_jpeg_that_claims_too_many_pixels_is_a_bad_image(how):
 
 def test_f4_a_strange_jpeg_header_is_left_to_pil(monkeypatch):
     """Whatever our own look at the header cannot read must not reach the decoder that has no limit."""
-    monkeypatch.setattr(decoding.torch.ops.image, "decode_jpeg", None)
+    monkeypatch.setattr(pipeline.torch.ops.image, "decode_jpeg", None)
     data = claims(30_000, 30_000)
     for strange in (data[:2] + b"\x00\x01" + data[2:], data[:20] + b"\xff\xd9" + data[20:], data[:100]):
         with pytest.raises(BadImage):
@@ -115,7 +115,7 @@ def test_ordinary_jpegs_do_not_go_through_pil(monkeypatch):
     exif[0x0112] = 6
     image.save(stream, format="JPEG", progressive=True, exif=exif, comment=b"words", dpi=(72, 72))
     plain = torch.from_numpy(np.array(Image.open(io.BytesIO(photo(1))))).permute(2, 0, 1)
-    monkeypatch.setattr(decoding, "_by_pil", None)
+    monkeypatch.setattr(pipeline, "_by_pil", None)
     assert decode(stream.getvalue()).shape == (3, 60, 40)
     assert decode(photo(1)).equal(plain)
 

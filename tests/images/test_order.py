@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images.order import Mixture, Order, micro_batches
+from finetune_mile.images.order import Mixture, Order, micro_batches, permutation, uniforms
 from finetune_mile.images.pipeline import Augmentation, Views, batches, crop_box
-from finetune_mile.images.randomness import permutation, uniforms
-from finetune_mile.images.sources.demo import load
+from finetune_mile.images.sources.grids import load
 
 
 def test_draws_are_uniform_and_independent():

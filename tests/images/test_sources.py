@@ -25,13 +25,12 @@ from photos import (
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images import scans
-from finetune_mile.images.names import Names
+from finetune_mile.images import index
+from finetune_mile.images.index import Names
 from finetune_mile.images.order import Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches
-from finetune_mile.images.pools import make_pools
 from finetune_mile.images.sources import load_data, split_name
-from finetune_mile.images.subsets import fingerprint
+from finetune_mile.images.splits import fingerprint, make_pools
 
 
 @pytest.fixture(scope="session")
@@ -268,23 +267,23 @@ def test_real_data(shared, tmp_path):
 
 
 def test_a_scan_is_remembered_and_notices_change(tmp_path, monkeypatch, photos):
-    monkeypatch.setattr(scans, "WORTH_KEEPING", 1)
+    monkeypatch.setattr(index, "WORTH_KEEPING", 1)
     folder = write_folder(tmp_path / "photos", photos)
     old = time.time() - 100
     for path in [*folder.rglob("*")]:
         os.utime(path, (old, old))
     first = load_data(str(folder))
-    walk = scans._walk
-    monkeypatch.setattr(scans, "_walk", lambda *_: pytest.fail("it was to be remembered"))
+    walk = index._walk
+    monkeypatch.setattr(index, "_walk", lambda *_: pytest.fail("it was to be remembered"))
     again = load_data(str(folder))
     assert list(again.train.ids) == list(first.train.ids)
     assert again.train.read(0).equal(first.train.read(0))
-    monkeypatch.setattr(scans, "_walk", walk)
+    monkeypatch.setattr(index, "_walk", walk)
     (folder / "train" / CLASSES[0] / "more.jpg").write_bytes(photo(7))
     assert len(load_data(str(folder)).train) == len(first.train) + 1
     (folder / "train" / CLASSES[0] / "more.jpg").unlink()
     assert len(load_data(str(folder)).train) == len(first.train)
-    for kept in scans.cache().rglob("*.npz"):
+    for kept in index.cache().rglob("*.npz"):
         kept.write_bytes(kept.read_bytes()[:100])
     assert len(load_data(str(folder)).train) == len(first.train), "a damaged cache is looked past"
 
@@ -322,7 +321,7 @@ def test_folders_that_cannot_work(tmp_path, monkeypatch):
         str(class_folders(tmp_path / "hole", a=3, b=0)): "no image in class b; remove the folder or fill it",
         str(class_folders(tmp_path / "single", a=1, b=1)): "one image per class cannot be split",
         str(class_folders(tmp_path / "half" / "train", a=1, b=1).parent): "no val/ beside it",
-        str(stray): "x.jpg lies outside of the class folders",
+        str(stray): "x.jpg is not in a class folder",
         f"{stray}?dept=1": "did you mean depth",
         f"{stray}?depth=x": "must be a number of folders",
     }
@@ -340,7 +339,7 @@ def test_folders_that_cannot_work(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(scans.os, "scandir", refuse)
+    monkeypatch.setattr(index.os, "scandir", refuse)
     with pytest.raises(Problem, match=r"the folder .*one.* cannot be read \(Permission denied\)"):
         load_data(str(tmp_path / "one"))
 
@@ -352,7 +351,7 @@ def test_folders_that_cannot_work(tmp_path, monkeypatch):
         ("file,kind\n1.jpg,a\n", r"the column label \(or labels\) is missing; there are file, kind"),
         ("file,label\n", "no line below the header"),
         ("", "the column file is missing"),
-        ("file,label\n1.jpg,a\n2.jpg\n", "line 3: has not 2 cells"),
+        ("file,label\n1.jpg,a\n2.jpg\n", "line 3: expected 2 columns"),
         ("file,label\n1.jpg,a\n2.jpg,\n", "line 3: the label is empty"),
         ("file,label\n1.jpg,a\n2.jpg,a\n", "only one class"),
         ("file,label,split\n1.jpg,a,train\n2.jpg,b,train\n", "names no val image"),
@@ -399,10 +398,10 @@ def test_shards_that_cannot_work(tmp_path, photos):
         ("foldr:x", r"did you mean folder:\?"),
         ("imagenet:nowhere", "no directory 'nowhere'"),
         ("csv:nowhere.csv", "no file 'nowhere.csv'"),
-        ("hf:", "names nothing"),
+        ("hf:", "needs a dataset name or a directory"),
         ("hf:./nowhere", "no directory"),
         ("wds:nowhere", "no directory"),
-        ("imagenet", "Write imagenet:DIR, set IMAGENET_DIR"),
+        ("imagenet", "use imagenet:DIR, or set IMAGENET_DIR"),
     ],
 )
 def test_names_are_checked_before_any_work(data, sentence, tmp_path, monkeypatch):

@@ -10,10 +10,9 @@ import torch
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.images import splits
-from finetune_mile.images.imageset import ImageSet
-from finetune_mile.images.names import Names, locate
-from finetune_mile.images.pools import make_pools
-from finetune_mile.images.sources.imagenet_labels import synsets
+from finetune_mile.images.index import ImageSet, Names, locate
+from finetune_mile.images.sources.imagenet import synsets
+from finetune_mile.images.splits import make_pools
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.imageset import ImageSet
-from finetune_mile.images.pools import balanced_weights, make_pools
-from finetune_mile.images.subsets import fingerprint, stratified
+from finetune_mile.images.index import ImageSet
+from finetune_mile.images.splits import balanced_weights, fingerprint, make_pools, stratified
 
 
 @given(st.lists(st.integers(0, 4), min_size=5, max_size=200), st.integers(0, 9), st.data())

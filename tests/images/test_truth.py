@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.checks import check_split, check_truth
-from finetune_mile.images.imageset import Data, ImageSet
-from finetune_mile.images.names import Names
-from finetune_mile.images.sources.imagenet_labels import synsets
+from finetune_mile.images.index import Data, ImageSet, Names
+from finetune_mile.images.sources import check_split, check_truth
+from finetune_mile.images.sources.imagenet import synsets
 from finetune_mile.images.truth import with_real, with_truth
 
 

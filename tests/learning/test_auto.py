@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from shortcuts import SHORT, losses
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.pools import hold_out, make_pools
-from finetune_mile.images.sources.demo import load
+from finetune_mile.images.sources.grids import load
+from finetune_mile.images.splits import hold_out, make_pools
 from finetune_mile.learning import evidence
 from finetune_mile.learning.evidence import Verdict, clear_misses, labels_above, lee_liu
 from finetune_mile.learning.losses import bce

@@ -13,7 +13,7 @@ from finetune_mile.checkpoints.cards import SCRATCH
 from finetune_mile.checkpoints.loading import load_network
 from finetune_mile.images.order import Order
 from finetune_mile.images.pipeline import Augmentation, Views, normalise
-from finetune_mile.images.sources.demo import load
+from finetune_mile.images.sources.grids import load
 from finetune_mile.learning.optim import rate_at
 from finetune_mile.run import main
 
@@ -43,7 +43,7 @@ def naive_mile(letters, *, imitate_from, rho=0.1, batch=8, lr=2e-3):
                 learner.load_state_dict((student if imitate_from == "student" else teacher).state_dict())
             else:
                 student.load_state_dict(learner.state_dict())
-        images, labels, _ = views.__getitems__(order.keys(step * batch, batch))
+        (images, labels, _), _ = views.read(order.keys(step * batch, batch))
         images = normalise(images, mean, std)
         targets = F.one_hot(labels, 10).float()
         if letter == "S":

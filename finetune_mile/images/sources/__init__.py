@@ -1,26 +1,30 @@
-"""Where images come from: one function and one entry each. Nothing heavy is imported before it is used."""
+"""--data, --split and truth as text: which source, which options, and all that can be checked before torch is imported.
+
+A source is one function from the text behind its name to `Data`, and one entry of SOURCES.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
+from urllib.parse import unquote
 
 from finetune_mile.core.problems import Problem, did_you_mean
-from finetune_mile.images.imageset import Data
+from finetune_mile.images.index import Data
 
-# Scheme of --data: the module whose load(where) reads it, or module:function.
+# Scheme of --data: module:function that reads it.
 SOURCES: dict[str, str] = {
-    "demo": "finetune_mile.images.sources.demo",
-    "folder": "finetune_mile.images.sources.folder",
-    "imagenet": "finetune_mile.images.sources.imagenet",
-    "hf": "finetune_mile.images.sources.hf",
-    "csv": "finetune_mile.images.sources.csv_file",
-    "wds": "finetune_mile.images.sources.wds",
-    "webvision": "finetune_mile.images.sources.webvision",
-    "celeba": "finetune_mile.images.sources.celeba",
+    "demo": "finetune_mile.images.sources.grids:load",
+    "folder": "finetune_mile.images.sources.folder:load",
+    "imagenet": "finetune_mile.images.sources.imagenet:load",
+    "hf": "finetune_mile.images.sources.hf:load",
+    "csv": "finetune_mile.images.sources.lists:load_csv",
+    "wds": "finetune_mile.images.sources.wds:load",
+    "webvision": "finetune_mile.images.sources.lists:load_webvision",
+    "celeba": "finetune_mile.images.sources.lists:load_celeba",
     "multi-mnist": "finetune_mile.paper.datasets:multi_mnist",
     "mosaic": "finetune_mile.paper.datasets:mosaic",
     "colored-mnist": "finetune_mile.paper.datasets:colored_mnist",
@@ -29,7 +33,14 @@ SOURCES: dict[str, str] = {
 DIRECTORIES = ("folder", "imagenet", "wds", "webvision", "celeba", "mosaic")
 OF_MNIST = ("multi-mnist", "colored-mnist", "colored-mnist+")
 MOST_GRIDS = 10**6  # of the demo
-PLACELESS = ("demo", "imagenet", *OF_MNIST)  # their name alone will do
+PLACELESS = ("demo", "imagenet", *OF_MNIST)  # their name alone is enough
+
+
+def load_data(data: str) -> Data:
+    """Open a dataset by its --data."""
+    scheme, where = split_name(data)
+    module, _, function = SOURCES[scheme].partition(":")
+    return cast(Callable[[str], Data], getattr(importlib.import_module(module), function))(where)
 
 
 def scheme_and_place(data: str) -> tuple[str, str]:
@@ -39,13 +50,18 @@ def scheme_and_place(data: str) -> tuple[str, str]:
 
 
 def split_name(data: str) -> tuple[str, str]:
-    """`folder:photos` is ("folder", "photos"); a bare directory is a folder; what is neither raises."""
+    """`folder:photos` is ("folder", "photos"); a bare directory is a folder; anything else raises."""
     scheme, where = scheme_and_place(data)
     if scheme not in SOURCES:
         known = [f"{name}:" for name in SOURCES]
         raise Problem(f"--data {data}: no source is called {scheme!r}; {did_you_mean(f'{scheme}:', known)}")
     if scheme == "imagenet" and not where.partition("?")[0]:
-        where = _imagenet_place() + where
+        folder = imagenet_folder()
+        if folder is None:
+            raise Problem(
+                "--data imagenet: dataset not found; use imagenet:DIR, or set IMAGENET_DIR, or link it at data/imagenet"
+            )
+        where = folder + where
     _check_place(data, scheme, where.partition("?")[0])
     return scheme, where
 
@@ -53,17 +69,15 @@ def split_name(data: str) -> tuple[str, str]:
 def _check_place(data: str, scheme: str, place: str) -> None:
     if scheme == "demo" and place and not (place.isdecimal() and 0 < int(place[:9]) <= MOST_GRIDS):
         raise Problem(f"--data {data[:80]}: write demo, or demo:400 for 400 training grids (at most {MOST_GRIDS:,})")
-    if scheme in DIRECTORIES and not Path(place).is_dir():
-        raise Problem(f"--data {data}: there is no directory {place!r}")
     if scheme in OF_MNIST and "download=yes" not in data:
         importlib.import_module("finetune_mile.paper.idx").find_mnist(scheme, place)
     if scheme == "csv" and not Path(place).is_file():
         raise Problem(f"--data {data}: there is no file {place!r}")
-    if scheme == "hf":
-        if not place:
-            raise Problem("--data hf: names nothing; write hf:NAME or hf:DIRECTORY")
-        if (place.startswith((".", "/", "~")) or place.count("/") > 1) and not Path(place).expanduser().exists():
-            raise Problem(f"--data {data}: there is no directory {place!r}")
+    if scheme == "hf" and not place:
+        raise Problem("--data hf: needs a dataset name or a directory: hf:NAME or hf:DIR")
+    local = scheme == "hf" and (place.startswith((".", "/", "~")) or place.count("/") > 1)
+    if (scheme in DIRECTORIES and not Path(place).is_dir()) or (local and not Path(place).expanduser().exists()):
+        raise Problem(f"--data {data}: there is no directory {place!r}")
 
 
 def imagenet_folder() -> str | None:
@@ -72,18 +86,48 @@ def imagenet_folder() -> str | None:
     return next((place for place in places if place and Path(place).is_dir()), None)
 
 
-def _imagenet_place() -> str:
-    place = imagenet_folder()
-    if place is None:
-        raise Problem(
-            "--data imagenet: where is it? Write imagenet:DIR, set IMAGENET_DIR, or put it (or a link) at data/imagenet"
-        )
-    return place
+def read_options(scheme: str, where: str, known: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """`NAME?key=value&key=value` to the name and its options; for an unknown key the nearest one is suggested."""
+    place, _, query = where.partition("?")
+    options: dict[str, str] = {}
+    for pair in query.split("&") if query else ():
+        key, equals, value = pair.partition("=")
+        if not equals or not value:
+            raise Problem(f"--data {scheme}:{where}: write {key or 'key'}=VALUE after the question mark")
+        if key not in known:
+            raise Problem(f"--data {scheme}:{where}: unknown option {key}; {did_you_mean(key, known)}")
+        options[key] = unquote(value)
+    return place, options
 
 
-def load_data(data: str) -> Data:
-    """Open a data set by its name."""
-    scheme, where = split_name(data)
-    module, _, function = SOURCES[scheme].partition(":")
-    load = cast(Callable[[str], Data], getattr(importlib.import_module(module), function or "load"))
-    return load(where)
+def check_choices(scheme: str, where: str, options: Mapping[str, str], allowed: Mapping[str, Iterable[str]]) -> None:
+    """Refuse an option whose value is not one of its few allowed words."""
+    for key, words in allowed.items():
+        if key in options and options[key] not in words:
+            raise Problem(f"--data {scheme}:{where}: {key}={options[key]} must be one of {', '.join(words)}")
+
+
+def check_truth(spec: str) -> None:
+    """Refuse a truth that is misspelt or names files that do not exist."""
+    kind, _, where = spec.partition(":")
+    parts = where.split(",")
+    files: list[str] = []
+    if kind == "counts":
+        files = parts[:2]
+        try:
+            if len(parts) != 3 or not 0 < float(parts[2]) <= 1:
+                raise ValueError
+        except ValueError as error:
+            raise Problem(f"truth {spec}: write counts:FILE.npy,INDEX.csv,SHARE with a share up to 1") from error
+    elif kind == "csv" and where:
+        files = [where]
+    elif kind != "real" or where:
+        raise Problem(f"truth {spec}: write real, csv:FILE, or counts:FILE.npy,INDEX.csv,0.1")
+    for file in files:
+        if not Path(file).is_file():
+            raise Problem(f"truth {spec}: there is no file {file}")
+
+
+def check_split(split: str) -> None:
+    if not Path(split).is_file():
+        raise Problem(f"--split {split}: there is no such file; give a list of names, or a run's split.json")

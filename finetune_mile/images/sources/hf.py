@@ -1,7 +1,7 @@
 """Whatever `datasets` loads: names on the hub, and local directories of parquet, arrow, images or WebDataset shards.
 
-`hf:NAME?image=COLUMN&label=COLUMN&train=SPLIT&val=SPLIT&config=NAME`; what is left out is found. A label column
-may hold class numbers, names, or lists of either (several labels an image).
+`hf:NAME?image=COLUMN&label=COLUMN&train=SPLIT&val=SPLIT&config=NAME`; options left out are detected.
+A label column may hold class numbers, names, or lists of either (several labels an image).
 """
 
 from __future__ import annotations
@@ -11,23 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from finetune_mile.core.files import LARGEST_IMAGE, read_regular
-from finetune_mile.core.problems import Problem
-from finetune_mile.images.assembly import (
-    MOST_CLASSES,
-    Listing,
-    check_classes,
-    make_data,
-    multi_hot,
-    number,
-    to_set,
-    unique_ids,
-)
-from finetune_mile.images.decoding import BadImage
-from finetune_mile.images.imageset import Data, ImageSet
-from finetune_mile.images.sources.options import read_options
+from finetune_mile.core.problems import BadImage, Problem
+from finetune_mile.images.index import MOST_CLASSES, Data, ImageSet, labels_of, to_set, unique_ids
+from finetune_mile.images.sources import read_options
+from finetune_mile.images.splits import make_data
 
 OPTIONS = ("image", "label", "train", "val", "config")
 LABELS = ("label", "labels", "cls", "fine_label", "class", "category")
@@ -64,24 +52,23 @@ class Rows:
 def load(where: str) -> Data:
     """Load a data set by its name or directory, and list its two halves."""
     place, options = read_options("hf", where, OPTIONS)
-    what = f"--data hf:{where}"
-    splits = _open(place, options.get("config"), what)
-    train_name = _split(splits, options.get("train"), ("train", *splits), what)
+    flag = f"--data hf:{where}"
+    splits = _open(place, options.get("config"), flag)
+    train_name = _split(splits, options.get("train"), ("train", *splits), flag)
     rest = [name for name in VAL_NAMES if name in splits]
-    val_name = _split(splits, options.get("val"), rest, what) if rest or "val" in options else None
+    val_name = _split(splits, options.get("val"), rest, flag) if rest or "val" in options else None
     train = splits[train_name]
-    image = _image_column(train, options.get("image"), what)
-    label = _label_column(train, options.get("label"), what)
+    image = _image_column(train, options.get("image"), flag)
+    label = _label_column(train, options.get("label"), flag)
     tables = [train] if val_name in (None, train_name) else [train, splits[val_name]]
     columns = [_labels(table, label) for table in tables]
-    classes, several = _classes(train.features[label], columns, _note_names(tables), what)
-    check_classes(what, classes, np.arange(len(train)))
-    halves = [_half(table, image, cells, classes, several, what) for table, cells in zip(tables, columns, strict=True)]
+    classes, several = _classes(train.features[label], columns, _note_names(tables), flag)
+    halves = [_half(table, image, cells, classes, several, flag) for table, cells in zip(tables, columns, strict=True)]
     name = Path(place).name or place
-    return make_data(name, classes, halves[0], halves[1] if len(halves) > 1 else None, what)
+    return make_data(name, classes, halves[0], halves[1] if len(halves) > 1 else None, flag)
 
 
-def _open(place: str, config: str | None, what: str) -> Any:
+def _open(place: str, config: str | None, flag: str) -> Any:
     """A DatasetDict."""
     import datasets
 
@@ -97,45 +84,45 @@ def _open(place: str, config: str | None, what: str) -> Any:
                 found = datasets.load_dataset(str(path) if path.exists() else place, name=config)
     except Exception as error:  # datasets, the hub and the network have no common base class of errors
         reason = str(error).strip().splitlines()
-        raise Problem(f"{what}: `datasets` cannot load it ({type(error).__name__}: {(reason or [''])[0]})") from error
+        raise Problem(f"{flag}: `datasets` cannot load it ({type(error).__name__}: {(reason or [''])[0]})") from error
     finally:
         if not shown:
             datasets.enable_progress_bars()
     return found if isinstance(found, dict) else {"train": found}
 
 
-def _split(splits: Any, wanted: str | None, fallbacks: Sequence[str], what: str) -> str:
+def _split(splits: Any, wanted: str | None, fallbacks: Sequence[str], flag: str) -> str:
     if wanted is not None and wanted not in splits:
-        raise Problem(f"{what}: there is no split {wanted!r}; there are {', '.join(splits)}")
+        raise Problem(f"{flag}: there is no split {wanted!r}; there are {', '.join(splits)}")
     return wanted or next(name for name in fallbacks if name in splits)
 
 
-def _image_column(table: Any, wanted: str | None, what: str) -> str:
+def _image_column(table: Any, wanted: str | None, flag: str) -> str:
     import datasets
 
     if wanted is not None and wanted not in table.features:
-        raise Problem(f"{what}: there is no column {wanted!r}; there are {', '.join(table.features)}")
+        raise Problem(f"{flag}: there is no column {wanted!r}; there are {', '.join(table.features)}")
     found = [name for name, kind in table.features.items() if isinstance(kind, datasets.Image)]
     if wanted is None and len(found) != 1:
         raise Problem(
-            f"{what}: {'several image columns' if found else 'no image column'} among {', '.join(table.features)}; "
+            f"{flag}: {'several image columns' if found else 'no image column'} among {', '.join(table.features)}; "
             "name it with ?image=COLUMN"
         )
     return wanted or found[0]
 
 
-def _label_column(table: Any, wanted: str | None, what: str) -> str:
+def _label_column(table: Any, wanted: str | None, flag: str) -> str:
     import datasets
 
     if wanted is not None:
         if wanted not in table.features:
-            raise Problem(f"{what}: there is no column {wanted!r}; there are {', '.join(table.features)}")
+            raise Problem(f"{flag}: there is no column {wanted!r}; there are {', '.join(table.features)}")
         return wanted
     named = [name for name in LABELS if name in table.features]
     typed = [name for name, kind in table.features.items() if isinstance(kind, datasets.ClassLabel)]
     found = named or (typed if len(typed) == 1 else [])
     if not found and "label" not in _note_fields(table) and "labels" not in _note_fields(table):
-        raise Problem(f"{what}: no label column among {', '.join(table.features)}; name it with ?label=COLUMN")
+        raise Problem(f"{flag}: no label column among {', '.join(table.features)}; name it with ?label=COLUMN")
     return found[0] if found else NOTE
 
 
@@ -172,7 +159,7 @@ def _note_names(tables: Sequence[Any]) -> dict[int, str] | None:
     return {k: next(iter(some)) for k, some in found.items()}
 
 
-def _classes(kind: Any, columns: list[list[Any]], noted: dict[int, str] | None, what: str) -> tuple[list[str], bool]:
+def _classes(kind: Any, columns: list[list[Any]], noted: dict[int, str] | None, flag: str) -> tuple[list[str], bool]:
     """The class names in their order, and whether images have sets of labels."""
     inner: Any = kind[0] if isinstance(kind, list) else kind
     inner = getattr(inner, "feature", inner)
@@ -185,31 +172,25 @@ def _classes(kind: Any, columns: list[list[Any]], noted: dict[int, str] | None, 
         return [noted[k] for k in range(len(noted))], several
     if all(isinstance(v, int) for v in values):
         if max(values, default=-1) >= MOST_CLASSES:
-            raise Problem(f"{what}: label {max(values)}: class numbers go up to {MOST_CLASSES - 1:,}")
+            raise Problem(f"{flag}: label {max(values)}: class numbers go up to {MOST_CLASSES - 1:,}")
         return [str(k) for k in range(max(values, default=-1) + 1)], several
     return sorted(map(str, values)), several
 
 
-def _half(table: Any, image: str, cells: list[Any], classes: list[str], several: bool, what: str) -> ImageSet:
+def _half(table: Any, image: str, cells: list[Any], classes: list[str], several: bool, flag: str) -> ImageSet:
     if not len(table):
-        raise Problem(f"{what}: a split has no images")
-    names = [_names(cell, classes, what) for cell in cells]
-    if several:
-        labels: Any = multi_hot(names, classes)
-    else:
-        labels = number([some[0] if some else "" for some in names], [*classes, ""])
-        labels[labels == len(classes)] = -1
-    ids = _ids(table, image, names, several)
-    return to_set(Listing(ids=ids, labels=labels, encoded=Rows(table, image)))
+        raise Problem(f"{flag}: a split has no images")
+    names = [_names(cell, classes, flag) for cell in cells]
+    return to_set(_ids(table, image, names, several), labels_of(names, classes, several), Rows(table, image))
 
 
-def _names(cell: Any, classes: list[str], what: str) -> list[str]:
+def _names(cell: Any, classes: list[str], flag: str) -> list[str]:
     found = []
     for value in cell if isinstance(cell, list) else [cell]:
         if value in (None, -1, ""):
             continue
         if isinstance(value, int) and not 0 <= value < len(classes):
-            raise Problem(f"{what}: label {value} is outside of the {len(classes)} classes")
+            raise Problem(f"{flag}: label {value} is outside of the {len(classes)} classes")
         found.append(classes[value] if isinstance(value, int) else str(value))
     return found
 

@@ -1,91 +1,189 @@
-"""ImageNet (ILSVRC 2012) as it lies on disks: class folders, the flat validation folder, or the two tar files.
+"""ImageNet (ILSVRC 2012) in its usual layouts: class folders, the flat validation folder, or the two tar files.
 
 Classes are the synsets in sorted order, which is the order of every published classifier. True label sets are ReaL's.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import pkgutil
+import re
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from finetune_mile.core.files import open_text
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.assembly import Listing, check_classes, make_data, number, to_set
-from finetune_mile.images.imageset import Data, ImageSet
-from finetune_mile.images.reading import Bytes, Files, TarFiles
-from finetune_mile.images.scans import scan_tree
+from finetune_mile.images.index import Bytes, Data, Files, TarFiles, locate, number, scan_tree, to_set
+from finetune_mile.images.sources import read_options
 from finetune_mile.images.sources.folder import class_names
-from finetune_mile.images.sources.imagenet_labels import synsets, val_labels
-from finetune_mile.images.sources.options import read_options
+from finetune_mile.images.sources.lists import read_rows
+from finetune_mile.images.splits import make_data
 from finetune_mile.images.tars import scan_tar
-from finetune_mile.images.truth import with_real
 
 TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 BELOW = ("", "ILSVRC/Data/CLS-LOC")  # the second is Kaggle's
+KAGGLE, TENSORFLOW = "LOC_val_solution.csv", "imagenet_2012_validation_synset_labels.txt"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 
 def load(where: str) -> Data:
-    """Find out which layout lies at `where`, and list it.
+    """Find out which layout is at `where`, and list it.
 
     Args:
         where: the directory; `DIR?labels=FILE` names the labels of a flat validation folder or tar: a CSV with the
             columns file,label (synsets), or a text file with a synset a line, in the order of the file names.
     """
+    from finetune_mile.images.truth import with_real
+
     place, options = read_options("imagenet", where, ("labels",))
-    root, what = Path(place), f"--data imagenet:{where}"
-    train = _train(root, what)
-    names, files, encoded = _val(root, what)
-    if train is None:
+    root, flag = Path(place), f"--data imagenet:{where}"
+    train = _train(root, flag)
+    names, files, encoded = _val(root, flag)
+    if train is None:  # evaluation needs no training images
         classes: list[str] = list(synsets())
-        train_set = to_set(Listing(ids=[], labels=np.zeros(0, dtype=np.int64), encoded=encoded))
+        train_set = to_set([], np.zeros(0, dtype=np.int64), encoded)
     else:
         train_names, train_files, train_encoded = train
         classes = sorted(set(train_names))
-        train_set = to_set(Listing(ids=train_files, labels=number(train_names, classes), encoded=train_encoded))
-        check_classes(what, classes, train_set.given.numpy())
+        train_set = to_set(train_files, number(train_names, classes), train_encoded)
     if names is None:
-        names = val_labels(root, files, options.get("labels"), what)
+        names = _val_labels(root, files, options.get("labels"), flag)
     unknown = sorted(set(names) - set(classes))
     if unknown:
-        raise Problem(f"{what}: validation images have classes that the training images lack: {', '.join(unknown[:5])}")
+        raise Problem(f"{flag}: validation images have classes that the training images lack: {', '.join(unknown[:5])}")
     ids = [f"{label}/{file.rpartition('/')[2]}" for label, file in zip(names, files, strict=True)]
-    val: ImageSet = to_set(Listing(ids=ids, labels=number(names, classes), encoded=encoded))
-    return with_real(make_data("imagenet", classes, train_set, val, what), required=False)
+    val_set = to_set(ids, number(names, classes), encoded)
+    return with_real(make_data("imagenet", classes, train_set, val_set, flag), required=False)
 
 
-def _train(root: Path, what: str) -> tuple[list[str], list[str], Bytes] | None:
-    """Class names, ids and reader of the training images; None where there are none (evaluation needs none)."""
+def synsets() -> tuple[str, ...]:
+    """The 1,000 synsets in the order of the classes, as timm ships them."""
+    return tuple(_shipped_by_timm("imagenet_synsets.txt").decode().split())
+
+
+def real_labels() -> dict[str, list[int]]:
+    """ReaL (Beyer et al. 2020): `ILSVRC2012_val_00000001` to the classes in the image; 3,163 images have none."""
+    rows = json.loads(_shipped_by_timm("imagenet_real_labels.json"))
+    return {f"ILSVRC2012_val_{i:08d}": row for i, row in enumerate(rows, start=1)}
+
+
+def _shipped_by_timm(name: str) -> bytes:
+    data = pkgutil.get_data("timm.data", f"_info/{name}")
+    if data is None:
+        raise Problem(f"timm does not ship {name}; install timm 1.0.12 or later")
+    return data
+
+
+def _train(root: Path, flag: str) -> tuple[list[str], list[str], Bytes] | None:
+    """Class names, ids and reader of the training images; None where there are none."""
     folder = next((root / b / "train" for b in BELOW if (root / b / "train").is_dir()), None)
     if folder is not None:
-        scan = scan_tree(folder, what)
-        return class_names(scan, what), list(scan.names), Files(folder, scan.names)
+        scan = scan_tree(folder, flag)
+        return class_names(scan, flag), list(scan.names), Files(folder, scan.names)
     if (root / TRAIN_TAR).is_file():
-        files, reader = _in_tar(root / TRAIN_TAR, what, nested=True)
+        files, reader = _in_tar(root / TRAIN_TAR, flag, nested=True)
         return [name.rpartition("/")[0] for name in files], files, reader
     return None
 
 
-def _val(root: Path, what: str) -> tuple[list[str] | None, list[str], Bytes]:
-    """Class names (None: flat, to be looked up), file names and reader of the validation images."""
-    folder = next((root / b / "val" for b in BELOW if (root / b / "val").is_dir()), None)
-    if folder is None and (root / "ILSVRC2012_img_val").is_dir():
-        folder = root / "ILSVRC2012_img_val"
+def _val(root: Path, flag: str) -> tuple[list[str] | None, list[str], Bytes]:
+    """Class names (None: the folder or tar is flat), file names and reader of the validation images."""
+    folders = (*(root / b / "val" for b in BELOW), root / "ILSVRC2012_img_val")
+    folder = next((folder for folder in folders if folder.is_dir()), None)
     if folder is not None:
-        scan = scan_tree(folder, what)
+        scan = scan_tree(folder, flag)
         flat = len(scan) > 0 and "/" not in scan.names[0]
-        return None if flat else class_names(scan, what), list(scan.names), Files(folder, scan.names)
+        return None if flat else class_names(scan, flag), list(scan.names), Files(folder, scan.names)
     if (root / VAL_TAR).is_file():
-        files, reader = _in_tar(root / VAL_TAR, what, nested=False)
-        return None, files, reader
+        return None, *_in_tar(root / VAL_TAR, flag, nested=False)
     raise Problem(
-        f"{what}: found neither train/ and val/ folders nor {TRAIN_TAR} and {VAL_TAR} there; "
+        f"{flag}: found neither train/ and val/ folders nor {TRAIN_TAR} and {VAL_TAR} there; "
         "at least the validation images are needed"
     )
 
 
-def _in_tar(path: Path, what: str, *, nested: bool) -> tuple[list[str], TarFiles]:
+def _in_tar(path: Path, flag: str, *, nested: bool) -> tuple[list[str], TarFiles]:
     scan = scan_tar(path, nested=nested)
     if not len(scan):
-        raise Problem(f"{what}: no images in {path.name}")
+        raise Problem(f"{flag}: no images in {path.name}")
     which = np.zeros(len(scan), dtype=np.int64)
     return list(scan.names), TarFiles([str(path)], which, scan.numbers["offset"], scan.numbers["size"])
+
+
+# ------------------------------------------------------------------------------------ labels of a flat folder or tar
+
+
+def _val_labels(root: Path, files: list[str], given: str | None, flag: str) -> list[str]:
+    """The synset of each file of a flat validation folder or tar.
+
+    Args:
+        root: the data's directory, where label files are searched.
+        files: N file names.
+        given: a label file that the user named, or None.
+        flag: how a message begins.
+    """
+    places = [Path(given)] if given else [root / n for n in (KAGGLE, TENSORFLOW, DEVKIT) if (root / n).is_file()]
+    if not places:
+        raise Problem(
+            f"{flag}: the validation images are in one flat folder or tar, which says nothing of their classes; put "
+            f"{DEVKIT}, {KAGGLE} or {TENSORFLOW} into {root}, or name a label file: imagenet:{root}?labels=FILE"
+        )
+    path = places[0]
+    if not path.is_file():
+        raise Problem(f"{flag}: there is no label file {path}")
+    if path.suffix == ".csv":
+        table = _from_csv(path, flag)
+    else:
+        lines = _from_devkit(path, flag) if path.name.endswith(".tar.gz") else _words(path, flag)
+        table = {f"ILSVRC2012_val_{i:08d}.JPEG": synset for i, synset in enumerate(lines, start=1)}
+    known = set(synsets())
+    strange = [label for label in table.values() if label not in known]
+    if strange:
+        raise Problem(f"{flag}: {path.name} gives {len(strange)} files an unknown class ({strange[0]!r})")
+    names = list(table)
+    positions, missing = locate(files, names)
+    if missing:
+        raise Problem(
+            f"{flag}: {path.name} has no label for {len(missing)} of {len(files)} images: {', '.join(missing[:3])}"
+        )
+    return [table[names[i]] for i in positions]
+
+
+def _words(path: Path, flag: str) -> list[str]:
+    try:
+        with open_text(path) as stream:
+            return stream.read().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Problem(f"{flag}: {path.name} cannot be read ({error})") from error
+
+
+def _from_csv(path: Path, flag: str) -> dict[str, str]:
+    if path.name == KAGGLE:
+        rows = read_rows(path, ("ImageId", "PredictionString"), f"{flag}: {path.name}")
+        return {f"{row['ImageId']}.JPEG": row["PredictionString"].split()[0] for row in rows}
+    rows = read_rows(path, ("file", "label"), f"{flag}: {path.name}")
+    return {row["file"].strip(): row["label"].strip() for row in rows}
+
+
+def _from_devkit(path: Path, flag: str) -> list[str]:
+    """The development kit numbers classes in its own way; its meta.mat says which synset has which number."""
+    from scipy.io import loadmat
+
+    try:
+        with tarfile.open(path) as archive:
+            inside = {Path(m.name).name: m for m in archive.getmembers()}
+            meta = archive.extractfile(inside["meta.mat"])
+            truth = archive.extractfile(inside["ILSVRC2012_validation_ground_truth.txt"])
+            assert meta is not None
+            assert truth is not None
+            table: Any = loadmat(io.BytesIO(meta.read()), squeeze_me=True)["synsets"]
+            numbers = truth.read().split()
+        leaves = {int(row[0]): str(row[1]) for row in table if int(row[4]) == 0}
+        return [leaves[int(n)] for n in numbers]
+    except (OSError, KeyError, ValueError, EOFError, tarfile.TarError) as error:
+        raise Problem(f"{flag}: {path.name} cannot be read as the development kit ({error!r})") from error

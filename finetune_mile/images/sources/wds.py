@@ -17,40 +17,47 @@ import numpy.typing as npt
 
 from finetune_mile.core.files import open_regular, size_in_words
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.assembly import MOST_CLASSES, Listing, check_classes, make_data, multi_hot, number, to_set
-from finetune_mile.images.imageset import Data, ImageSet
-from finetune_mile.images.reading import TarFiles
-from finetune_mile.images.scans import ENDINGS
-from finetune_mile.images.sources.wds_state import STATE, read_state
+from finetune_mile.images.index import ENDINGS, MOST_CLASSES, Data, ImageSet, TarFiles, labels_of, to_set
+from finetune_mile.images.splits import make_data
 from finetune_mile.images.tars import scan_tar
 
+STATE = "pack.json"  # `finetune-mile pack` writes it beside its shards
 VAL_STARTS = ("val", "validation", "test")
 LARGEST_NOTE = 2**20  # bytes of one .cls or .json
 
 
 def load(where: str) -> Data:
     """Index the shards at `where`."""
-    root, what = Path(where), f"--data wds:{where}"
+    root, flag = Path(where), f"--data wds:{where}"
     state = read_state(root / STATE) if (root / STATE).is_file() else {}
     if state and not state.get("complete"):
-        raise Problem(f"{what}: packing was not finished; run the same `finetune-mile pack` again, it goes on")
-    train_paths, val_paths = shards(root, what)
-    train = Half(train_paths, what)
+        raise Problem(f"{flag}: packing is incomplete; run the same `finetune-mile pack` again to continue")
+    train_paths, val_paths = shards(root, flag)
+    train = Half(train_paths, flag)
     if not train.keys:
-        raise Problem(f"{what}: no images in the shards")
-    val = Half(val_paths, what) if val_paths else None
+        raise Problem(f"{flag}: no images in the shards")
+    val = Half(val_paths, flag) if val_paths else None
     classes = state.get("classes") or class_order([train, val] if val else [train])
-    train_set = train.to_set(classes)
-    check_classes(what, classes, np.arange(len(train_set)))
     name = state.get("name", root.resolve().name)
-    return make_data(name, classes, train_set, val.to_set(classes) if val else None, what)
+    return make_data(name, classes, train.to_set(classes), val.to_set(classes) if val else None, flag)
 
 
-def shards(root: Path, what: str) -> tuple[list[Path], list[Path]]:
+def read_state(path: Path) -> dict[str, Any]:
+    """The content of pack.json."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        state = None
+    if not isinstance(state, dict) or not isinstance(state.get("classes"), list):
+        raise Problem(f"{path}: pack.json is damaged; remove {path.parent} and pack again")
+    return state
+
+
+def shards(root: Path, flag: str) -> tuple[list[Path], list[Path]]:
     """Tar files for training, and for validation (none: one set)."""
     found = sorted([*root.glob("*.tar"), *root.glob("*/*.tar")])
     if not found:
-        raise Problem(f"{what}: there is no .tar file in it")
+        raise Problem(f"{flag}: there is no .tar file in it")
     first = {path: (path.name if path.parent == root else path.parent.name) for path in found}
     for start in VAL_STARTS:
         val = [path for path in found if first[path].startswith(start)]
@@ -61,16 +68,16 @@ def shards(root: Path, what: str) -> tuple[list[Path], list[Path]]:
 
 
 class Half:
-    """The samples of some shards: where each image lies, and what its label is."""
+    """The samples of some shards: where each image is, and its label."""
 
-    def __init__(self, paths: list[Path], what: str) -> None:
+    def __init__(self, paths: list[Path], flag: str) -> None:
         """Index every shard.
 
         Args:
             paths: tar files.
-            what: how a message begins.
+            flag: how a message begins.
         """
-        self.what = what
+        self.flag = flag
         self.keys: list[str] = []
         self.endings: list[str] = []
         self.notes: list[dict[str, Any]] = []  # of .json
@@ -111,18 +118,12 @@ class Half:
         names = [self.names(i, by_number) for i in range(len(self.keys))]
         unknown = sorted({name for some in names for name in some} - set(classes))
         if unknown:
-            raise Problem(f"{self.what}: label {unknown[0]!r} in the shards is none of the {len(classes)} classes")
+            raise Problem(f"{self.flag}: label {unknown[0]!r} in the shards is none of the {len(classes)} classes")
         ids = []
         for key, ending, note, some in zip(self.keys, self.endings, self.notes, names, strict=True):
             file = f"{key.rpartition('/')[2]}.{ending}"
             ids.append(str(note.get("id") or (f"{some[0]}/{file}" if some and not self.several else f"{key}.{ending}")))
-        if self.several:
-            labels: Any = multi_hot(names, classes)
-        else:
-            blank = len(classes)
-            labels = number([some[0] if some else "" for some in names], [*classes, ""])
-            labels[labels == blank] = -1
-        return to_set(Listing(ids=ids, labels=labels, encoded=self.encoded))
+        return to_set(ids, labels_of(names, classes, self.several), self.encoded)
 
 
 def class_order(halves: list[Half]) -> list[str]:

@@ -1,6 +1,7 @@
 """Grids of small pictures with one given label: the label of one cell, the true set is known. Nothing is stored.
 
 The paper's Multi-MNIST is the 3x3 case: the centre is the given label with probability 0.6, each other cell with 0.05.
+The demo is that case with the handwritten digits that come with scikit-learn: nothing to download.
 """
 
 from __future__ import annotations
@@ -8,21 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.imageset import ImageSet
-from finetune_mile.images.randomness import uniforms
-from finetune_mile.images.sources.options import read_options
+from finetune_mile.images.index import Data, ImageSet
+from finetune_mile.images.order import Indices, permutation, uniforms
+from finetune_mile.images.sources import read_options
 
 CENTRE = 0.6
+DEMO_GRIDS = 12000  # for training, and a quarter of that for validation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What a grid looks like and how its label is drawn."""
+    """The cells of a grid, and how its label is drawn."""
 
     rows: int = 3  # and as many columns
     share: float = CENTRE  # how often the main cell's label is the given one; the other cells share the rest
@@ -34,10 +35,34 @@ class Layout:
         return self.rows**2 // 2 if self.rows % 2 else 0
 
 
+def load(where: str) -> Data:
+    """The demo: grids of 24x24 pixels, one given label each, the true label set known.
+
+    Training and validation grids are made of different digits. The grids do not depend on a run's seed.
+
+    Args:
+        where: how many training grids (`demo:400`); empty for the whole demo.
+    """
+    from sklearn.datasets import load_digits
+
+    count = int(where) if where.isdigit() else DEMO_GRIDS
+    pixels, labels = load_digits(return_X_y=True)
+    digits = torch.from_numpy((pixels.reshape(-1, 8, 8) * 255 / 16).round().astype(np.uint8))
+    order = permutation(0, 0, len(digits))
+    cut = len(order) * 2 // 3
+    train, val = (
+        make_grids(
+            digits, labels.astype(np.int64), part, size, num_classes=10, layout=Layout(), seed=seed, name=name
+        )
+        for part, size, seed, name in ((order[:cut], count, 1, "train"), (order[cut:], max(count // 4, 1), 2, "val"))
+    )  # fmt: skip
+    return Data(name="demo", classes=tuple(str(d) for d in range(10)), train=train, val=val)
+
+
 def make_grids(
     pictures: Tensor,
-    labels: npt.NDArray[np.int64],
-    members: npt.NDArray[np.int64],
+    labels: Indices,
+    members: Indices,
     count: int,
     *,
     num_classes: int,
