@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.init import Init, parse_source
-from finetune_mile.checkpoints.loading import Opened, keep_own_head, open_trunk, with_attributes
-from finetune_mile.checkpoints.preprocessing import Preprocessor
+from finetune_mile.checkpoints.loading import Opened, Preprocessor, keep_own_head, open_trunk, with_attributes
 from finetune_mile.core.files import LARGEST_IMAGE, read_regular
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess

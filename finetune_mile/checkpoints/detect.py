@@ -8,8 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from finetune_mile.checkpoints.adapters import ADAPTERS
-from finetune_mile.checkpoints.adapters.adapter import UNIT_RANGE, Adapter, InsideBackbone, Vocabulary, leaves
-from finetune_mile.checkpoints.adapters.vocabularies import VOCABULARIES
+from finetune_mile.checkpoints.adapters.adapter import (
+    UNIT_RANGE,
+    VOCABULARIES,
+    Adapter,
+    InsideBackbone,
+    Vocabulary,
+    leaves,
+)
 from finetune_mile.core.problems import Problem
 
 if TYPE_CHECKING:

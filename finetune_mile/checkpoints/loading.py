@@ -1,30 +1,37 @@
-"""From `--init` to a network: strict, and every tensor accounted for by name."""
+"""From `--init` to a network: strict, and every tensor accounted for by name.
 
-from __future__ import annotations
+Top to bottom: what comes out; the entries (`load_public`, `load_network`, `open_trunk`); one file (`open_contents`);
+tensors into a network; the classifier that a file holds.
+"""
 
+import math
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
+import torch
+from PIL.Image import Image
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.adapters import adapt
+from finetune_mile.checkpoints.adapters import adapt, few
 from finetune_mile.checkpoints.architecture import name_network
 from finetune_mile.checkpoints.cards import SCRATCH, Card
-from finetune_mile.checkpoints.detect import Found, detect
-from finetune_mile.checkpoints.fitting import build_for, check_fit, check_head_name, fill, head_names, keep_classifier
+from finetune_mile.checkpoints.detect import detect
 from finetune_mile.checkpoints.init import Init, Located, locate, parse_init, read_header
-from finetune_mile.checkpoints.preprocessing import Preprocessor
 from finetune_mile.checkpoints.readers import Contents, read
+from finetune_mile.checkpoints.readers.mapped import MappedPages
 from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.networks.heads import HeadBias, HeadWeight, build, new_head
-from finetune_mile.networks.resnets import Padding, parse_arch
+from finetune_mile.images.pipeline import centre_view, from_pil, normalise
+from finetune_mile.networks.heads import HeadBias, HeadWeight, build, get_head, new_head
+from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
 
 Activation = Literal["softmax", "sigmoid"]
+COUNTER = "num_batches_tracked"  # TensorFlow and haiku have none, and nothing we compute depends on it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +57,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A trunk with its weights; a classifier that the file holds is kept apart, unused."""
+    """A backbone with its weights; a classifier that the file holds is kept apart, unused."""
 
     network: nn.Module
     card: Card
@@ -75,6 +82,31 @@ class Opened:
     def activation(self) -> Activation | None:
         """How the classifier was trained, where the file says it."""
         return next((word for word in get_args(Activation) if word == self.config.get("activation")), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Preprocessor:
+    """One RGB image to the (3, size, size) float tensor of a checkpoint's convention."""
+
+    convention: Preprocess
+
+    def __call__(self, image: Image | Tensor) -> Tensor:
+        """Crop the centre, resize, normalise.
+
+        Args:
+            image: a PIL image of any mode, or a uint8 tensor (3, H, W) in RGB order. A PIL image is turned upright
+                and converted to RGB exactly as image files are in training.
+        """
+        pixels = image if isinstance(image, Tensor) else from_pil(image)
+        if pixels.dtype != torch.uint8 or pixels.ndim != 3 or pixels.shape[0] != 3:
+            raise Problem(
+                f"preprocess takes a PIL image or a uint8 tensor (3, H, W), not {pixels.dtype} {tuple(pixels.shape)}"
+            )
+        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (self.convention.mean, self.convention.std))
+        return normalise(centre_view(pixels, self.convention), mean, std)
+
+
+# ------------------------------------------------------------------------------------ the entries
 
 
 def load_public(text: str, num_classes: int | None, arch: str | None) -> nn.Module:
@@ -110,7 +142,7 @@ def load_network(
     keep_head: str | None = None,
     head_from: int = 0,
 ) -> tuple[nn.Module, Card, LoadReport]:
-    """The network that a run starts from: trunk from `init`, head new.
+    """The network that a run starts from: backbone from `init`, head new.
 
     Args:
         init: what `--init` takes, as text or parsed.
@@ -119,7 +151,7 @@ def load_network(
         head_bias: how the new head's bias starts.
         head_weight: how its weights start.
         keep_head: the name that the file gives its classifier; only then it is used.
-        head_from: 1 keeps SimCLR-v2's first projection layer between trunk and head.
+        head_from: 1 keeps SimCLR-v2's first projection layer between backbone and head.
     """
     opened = open_trunk(init, arch=arch, head_from=head_from)
     network, report = opened.network, opened.report
@@ -130,35 +162,19 @@ def load_network(
         )
     new_head(network, num_classes, head_bias, head_weight)
     if keep_head is None:
-        report = replace(report, reset=(*report.reset, *head_names(network)))
-        return network, opened.card, report
-    check_head_name(opened.classifier, opened.called, keep_head, source=str(init))
-    keep_classifier(network, opened.classifier, keep_head, source=str(init))
-    return network, opened.card, _with_head_loaded(report, network, opened.classifier_names)
-
-
-def keep_own_head(opened: Opened) -> Opened:
-    """Put the classifier of an opened file back on its trunk, in place; the caller has asked for it."""
-    new_head(opened.network, opened.report.classifier, "zero")
-    keep_classifier(opened.network, opened.classifier, "fc", source=opened.card.name)
-    return replace(opened, report=_with_head_loaded(opened.report, opened.network, opened.classifier_names))
-
-
-def _with_head_loaded(report: LoadReport, network: nn.Module, own: Mapping[str, str]) -> LoadReport:
-    return replace(
-        report,
-        loaded=(*report.loaded, *head_names(network)),
-        dropped=tuple(name for name in report.dropped if name not in own.values()),
-    )
+        return network, opened.card, replace(report, reset=(*report.reset, *_head_names(network)))
+    check_head_name(opened, keep_head, source=str(init))
+    return network, opened.card, _keep_classifier(opened, keep_head, source=str(init))
 
 
 def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0) -> Opened:
-    """The trunk behind `init`, without a head; arguments as in `load_network`."""
+    """The backbone behind `init`, without a head; arguments as in `load_network`."""
     init = parse_init(init)
     if head_from not in (0, 1):
         raise Problem(f"head_from {head_from}: 0 (features) or 1 (after the first projection layer)")
-    if init.kind == "none":
-        return _scratch(arch)
+    if init.kind not in ("none", "timm"):
+        located = locate(init)
+        return open_contents(read(located.path), located, choice=init.choice, arch=arch, head_from=head_from)
     if init.kind == "timm":
         network, card = open_timm(init.name, arch)
         report = LoadReport(
@@ -166,11 +182,6 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
             loaded=tuple(network.state_dict()), reset=(), dropped=(),
         )  # fmt: skip
         return Opened(network=network, card=card, report=report)
-    located = locate(init)
-    return open_contents(read(located.path), located, choice=init.choice, arch=arch, head_from=head_from)
-
-
-def _scratch(arch: str | None) -> Opened:
     if arch is None:
         raise Problem(
             "no checkpoint and no network: say --init CHECKPOINT (`finetune-mile weights ls` lists published ones), "
@@ -184,6 +195,9 @@ def _scratch(arch: str | None) -> Opened:
     return Opened(network=network, card=SCRATCH, report=report)
 
 
+# --------------------------------------------------------------------------------------- one file
+
+
 def open_contents(
     contents: Contents, located: Located, *, choice: str | None, arch: str | None, head_from: int
 ) -> Opened:
@@ -191,7 +205,7 @@ def open_contents(
 
     Args:
         contents: the file.
-        located: where it is, and what lies beside it.
+        located: where it is, and what is beside it.
         choice: what follows `::` in `--init`: a prefix, a format, or the name of one of our networks.
         arch: as in `load_network`.
         head_from: as in `load_network`.
@@ -204,83 +218,185 @@ def open_contents(
     header = read_header(contents.metadata)
     config = header or located.config
     facts = _facts(config, located)
-    named = arch or facts.arch or ""
-    found = native(contents, named) if named.startswith("timm:") and not header else None
-    found = found or detect(contents, choice, source=source)
-    if card is not None and card.format not in (None, found.format):
-        raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {found.format} ({found.why})")
-    adapted = adapt(found.contents, found.adapter, source=source)
-    on_card = card.arch if card else None
-    found, name = name_network(contents, found, adapted, config=facts.arch, card=on_card, arch=arch, source=source)
-    padding = card.padding if card else facts.padding or found.adapter.padding
+    named = arch or facts.get("arch") or ""
+    match = native(contents, named) if named.startswith("timm:") and not header else None
+    match = match or detect(contents, choice, source=source)
+    if card is not None and card.format not in (None, match.format):
+        raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {match.format} ({match.why})")
+    adapted = adapt(match.contents, match.adapter, source=source)
+    match, name = name_network(
+        contents, match, adapted, config=facts.get("arch"), card=card.arch if card else None, arch=arch, source=source
+    )
+    if card is None:
+        defaults = {"padding": match.adapter.padding, "preprocess": match.adapter.preprocess}
+        card = Card.model_validate(
+            {"method": match.adapter.method, **defaults, **facts, "name": located.name, "arch": name,
+             "format": match.format, "notes": f"made from what was found in the file: {match.why}"}
+        )  # fmt: skip
     if name.startswith("timm:"):
         adapted = canonical_head(adapted, name)
-    keep = head_from == 1 or found.adapter.own
-    parts = {n: t for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
-    if keep:
-        parts |= {n: t for n, t in adapted.tensors.items() if n.startswith("proj.")}
+    without = ("fc.",) if head_from == 1 or match.adapter.own else ("fc.", "proj.")
+    parts = {ours: tensor for ours, tensor in adapted.tensors.items() if not ours.startswith(without)}
     if head_from and "proj.0.weight" not in parts:
         raise Problem(
             f"{source} has no SimCLR-v2 projection head, so head_from 1 is not possible; say --set head_from=0"
         )
-    network = build_for(name, padding, parts.get("proj.0.weight"))
+    network = build_for(name, card.padding, parts.get("proj.0.weight"))
     check_fit(network, parts, source=source)
-    reset = fill(network, parts, source=source)
-    unused = [own for ours, own in adapted.sources.items() if ours not in parts]
     heads = {ours: tensor for ours, tensor in adapted.tensors.items() if ours.startswith("fc.")}
+    unused = [own for ours, own in adapted.sources.items() if ours not in parts]
     report = LoadReport(
-        format=found.format, why=found.why, arch=name, padding=padding,
-        loaded=tuple(sorted(parts)), reset=reset,
-        dropped=(*unused, *adapted.dropped, *found.outside),
-        stubs=contents.stubs, mapping=found.mapping,
+        format=match.format, why=match.why, arch=name, padding=card.padding,
+        loaded=tuple(sorted(parts)), reset=_fill(network, parts, source=source),
+        dropped=(*unused, *adapted.dropped, *match.outside),
+        stubs=contents.stubs, mapping=match.mapping,
         classifier=len(heads["fc.weight"]) if set(heads) == {"fc.weight", "fc.bias"} else 0,
     )  # fmt: skip
     return Opened(
         network=network,
-        card=card or _card(located.name, found, facts, name, padding),
+        card=card,
         report=report,
         classifier=heads,
         classifier_names={ours: adapted.sources[ours] for ours in heads},
-        own=found.adapter.own,
+        own=match.adapter.own,
         config=config,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
-    """What a config says: the header of one of our exports, or `config.json` beside the file."""
-
-    arch: str | None = None
-    padding: Padding | None = None
-    preprocess: Preprocess | None = None
-    method: str | None = None
-
-
-def _facts(config: Mapping[str, Any], located: Located) -> _Facts:
+def _facts(config: Mapping[str, Any], located: Located) -> dict[str, Any]:
+    """The fields of a card that a config knows: the header of one of our exports, or `config.json` beside the file."""
     if "architecture" in config:
         arch, preprocess = timm_facts(config)
-        return _Facts(arch=arch, preprocess=preprocess)
+        return {"arch": arch, "preprocess": preprocess}
     if not {"arch", "padding", "mean", "std"} <= config.keys():
-        return _Facts()
-    known = {key: config[key] for key in Preprocess.model_fields if key in config}
+        return {}
+    facts = {
+        "method": str(config.get("method", "finetune_mile")),
+        "arch": config["arch"],
+        "padding": config["padding"],
+        "preprocess": {key: config[key] for key in Preprocess.model_fields if key in config},
+    }
     try:
-        card = Card.model_validate(
-            {"name": located.name, "method": str(config.get("method", "finetune_mile")),
-             "arch": config["arch"], "padding": config["padding"], "preprocess": known}
-        )  # fmt: skip
+        Card.model_validate({"name": located.name, **facts})
     except ValidationError as error:
         raise Problem(f"the config of {located.path.name} is not valid: {error}") from error
-    return _Facts(arch=card.arch, padding=card.padding, preprocess=card.preprocess, method=card.method)
+    return facts
 
 
-def _card(name: str, found: Found, facts: _Facts, arch: str, padding: Padding) -> Card:
-    """A card for a file that has none: what was detected."""
-    return Card(
-        name=name,
-        method=facts.method or found.adapter.method,
-        arch=arch,
-        padding=padding,
-        format=found.format,
-        preprocess=facts.preprocess or found.adapter.preprocess,
-        notes=f"made from what was found in the file: {found.why}",
-    )
+# ---------------------------------------------------------------------------- tensors into a network
+
+
+def build_for(arch: str, padding: Padding, proj: Tensor | None) -> nn.Module:
+    """A backbone to be filled: ours has no storage yet (meta device), timm's is built as it is.
+
+    Args:
+        arch: the network's name.
+        padding: the convention of the weights.
+        proj: (D', D) weight of SimCLR-v2's first projection layer, which goes between backbone and head.
+    """
+    if arch.startswith("timm:"):
+        if padding != "torch":
+            raise Problem(f"--arch {arch}: these weights need {padding!r} padding, which timm does not have")
+        return build(arch)
+    with torch.device("meta"):
+        network = build(arch, padding=padding)
+        if proj is not None and isinstance(network, ResNet):
+            outputs, inputs = proj.shape
+            network.proj = nn.Sequential(nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU())
+            network.num_features = outputs
+    return network
+
+
+def check_fit(network: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Refuse any name or shape that differs; batch counters may be missing."""
+    expected = network.state_dict()
+    wrong = [f"{k} is missing" for k in expected.keys() - tensors.keys() if not k.endswith(COUNTER)]
+    wrong += [f"{k} is not in the network" for k in tensors.keys() - expected.keys()]
+    for name in expected.keys() & tensors.keys():
+        have, need = tuple(tensors[name].shape), tuple(expected[name].shape)
+        if have != need and not (name.endswith(COUNTER) and tensors[name].numel() == 1):
+            wrong.append(f"{name} is {have}, the network has {need}")
+        elif not tensors[name].is_floating_point() and not name.endswith(COUNTER):
+            wrong.append(f"{name} holds {tensors[name].dtype}, not floating-point numbers")
+    if wrong:
+        first = "; ".join(sorted(wrong)[:3])
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise Problem(f"{source} does not fit the network: {first}{more}")
+
+
+def _fill(network: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> tuple[str, ...]:
+    """Put checked tensors into a network; returns the counters it reset.
+
+    The network gets copies: files are mapped, tensors may be fp16, channels-last or permuted.
+    """
+    expected = network.state_dict()
+    pages, state = MappedPages(), {}
+    for name, like in expected.items():
+        if name in tensors:
+            state[name] = (
+                tensors[name]
+                .reshape(like.shape)
+                .to(device="cpu", dtype=like.dtype, copy=True, memory_format=torch.contiguous_format)
+            )
+            pages.give_back(tensors[name])
+    _check_numbers(state, source=source)
+    reset = tuple(sorted(expected.keys() - state.keys()))
+    state |= {name: torch.zeros_like(expected[name], device="cpu") for name in reset}
+    network.load_state_dict(state, assign=True)
+    return reset
+
+
+def _check_numbers(tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Refuse infinite or undefined numbers, and negative variances."""
+    spoilt, negative = [], []
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        # One pass that NaN survives, about eight times as fast as torch.isfinite; a sum could overflow.
+        least, most = (float(value) for value in tensor.aminmax())
+        if not (math.isfinite(least) and math.isfinite(most)):
+            spoilt.append(name)
+        elif least < 0 and name.endswith("running_var"):
+            negative.append(name)
+    for names, fault in ((spoilt, "infinite or undefined numbers"), (negative, "negative variances")):
+        if names:
+            verb = "has" if len(names) == 1 else "have"
+            raise Problem(f"{source}: {few(names)} {verb} {fault}; the file is damaged, use another copy or checkpoint")
+
+
+# ------------------------------------------------------------------------ the classifier of a file
+
+
+def check_head_name(opened: Opened, keep_head: str, *, source: str) -> None:
+    """Refuse a file without a linear classifier, or one that has it under another name than `keep_head`."""
+    if set(opened.classifier) != {"fc.weight", "fc.bias"}:
+        raise Problem(f"--keep-head {keep_head}: {source} holds no linear classifier")
+    if keep_head not in re.split(r"[./]", opened.called):
+        raise Problem(f"--keep-head {keep_head}: the classifier in {source} is called {opened.called!r}")
+
+
+def keep_own_head(opened: Opened) -> Opened:
+    """Put the classifier of an opened file back on its backbone, in place; the caller has asked for it."""
+    new_head(opened.network, opened.report.classifier, "zero")
+    return replace(opened, report=_keep_classifier(opened, "fc", source=opened.card.name))
+
+
+def _keep_classifier(opened: Opened, keep_head: str, *, source: str) -> LoadReport:
+    """Copy the file's classifier into the head of its network, which must have as many classes."""
+    head, classifier, report = get_head(opened.network), opened.classifier, opened.report
+    if head.weight.shape != classifier["fc.weight"].shape:
+        have, need = tuple(classifier["fc.weight"].shape), tuple(head.weight.shape)
+        raise Problem(f"--keep-head {keep_head}: the classifier is {have}, this task needs {need}")
+    _check_numbers(classifier, source=source)
+    with torch.no_grad():
+        head.weight.copy_(classifier["fc.weight"])
+        head.bias.copy_(classifier["fc.bias"])
+    dropped = tuple(name for name in report.dropped if name not in opened.classifier_names.values())
+    return replace(report, loaded=(*report.loaded, *_head_names(opened.network)), dropped=dropped)
+
+
+def _head_names(network: nn.Module) -> tuple[str, str]:
+    """The names of the head's weight and bias in the network's state dict."""
+    head = get_head(network)
+    prefix = next(name for name, module in network.named_modules() if module is head)
+    return f"{prefix}.weight", f"{prefix}.bias"

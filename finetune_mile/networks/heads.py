@@ -1,7 +1,5 @@
 """The classifier on top of a trunk: found, made anew, and told apart from the rest."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Literal
@@ -10,12 +8,10 @@ import torch
 from torch import nn
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.networks.mlp import Mlp
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
-from finetune_mile.networks.small import SMALL, GridCell, GridCNN
+from finetune_mile.networks.small import SMALL, GridCell, GridCNN, Mlp
 
-OURS = (ResNet, GridCNN, GridCell)
-_TIMM_EXAMPLE = "timm:vit_small_patch16_224:heads=12"
+_OURS = (ResNet, GridCNN, GridCell, Mlp)
 HeadBias = Literal["zero", "prior"]
 HeadWeight = Literal["normal", "zero"]
 
@@ -25,15 +21,12 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
     shape = parse_arch(arch)
     if shape is not None:
         return ResNet(shape, padding=padding)
-    if arch == "mlp":
-        return Mlp()
     if arch in SMALL:
         return SMALL[arch]()
     if not arch.startswith("timm:"):
         raise Problem(
-            f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, "
-            "resnet18-cifar, resnet-demo, resnet-mini, mlp, grid-cnn, grid-cell, "
-            "... or timm:NAME"
+            f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, resnet18-cifar, resnet-demo, "
+            "resnet-mini, mlp, grid-cnn, grid-cell, ... or timm:NAME"
         )
     import timm
 
@@ -52,10 +45,11 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
 
 def split_timm(arch: str) -> tuple[str, dict[str, int]]:
     """Split `timm:NAME` or `timm:NAME:heads=N` into timm's name and the arguments for `timm.create_model`."""
-    found = re.fullmatch(r"timm:([^:]*)(?::heads=([1-9]\d*))?", arch)
-    if found is None:
-        raise Problem(f"--arch {arch}: expected timm:NAME or timm:NAME:heads=N, as in {_TIMM_EXAMPLE}")
-    return found[1], {"num_heads": int(found[2])} if found[2] else {}
+    match = re.fullmatch(r"timm:([^:]*)(?::heads=([1-9]\d*))?", arch)
+    if match is None:
+        example = "timm:vit_small_patch16_224:heads=12"
+        raise Problem(f"--arch {arch}: expected timm:NAME or timm:NAME:heads=N, as in {example}")
+    return match[1], {"num_heads": int(match[2])} if match[2] else {}
 
 
 def new_head(network: nn.Module, num_classes: int, bias: HeadBias, weight: HeadWeight = "normal") -> None:
@@ -64,11 +58,10 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias, weight: HeadW
     Args:
         network: a trunk of `build`.
         num_classes: C.
-        bias: `prior` starts every sigmoid at about 1 / C (bias -log C); `zero` starts it at one
-        half.
+        bias: `prior` starts every sigmoid at about 1 / C (bias -log C); `zero` starts it at one half.
         weight: `normal` draws it with a standard deviation of 0.01; `zero` makes all logits equal.
     """
-    if isinstance(network, OURS):
+    if isinstance(network, _OURS):
         network.fc = nn.Linear(network.num_features, num_classes)
     else:
         network.reset_classifier(num_classes)  # type: ignore[operator]
@@ -82,7 +75,7 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias, weight: HeadW
 
 def get_head(network: nn.Module) -> nn.Linear:
     """The linear layer that makes the logits."""
-    head = network.fc if isinstance(network, OURS) else network.get_classifier()  # type: ignore[operator]
+    head = network.fc if isinstance(network, _OURS) else network.get_classifier()  # type: ignore[operator]
     if not isinstance(head, nn.Linear):
         raise Problem(f"the classifier of {type(network).__name__} is a {type(head).__name__}, not a linear layer")
     return head

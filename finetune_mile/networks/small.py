@@ -1,9 +1,7 @@
-"""Small networks for 3x3 grids of digits: one that knows nothing of the grid, and one that does.
+"""Small networks: for 3x3 grids of digits, one that knows nothing of the grid and one that does; for ColoredMNIST.
 
-B batch, D features, C classes, S image side.
+B batch, D features, C classes, S image side. Each has a head `fc`, an identity until there is one.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -58,4 +56,28 @@ class GridCell(nn.Module):
         return out
 
 
-SMALL: dict[str, Callable[[], nn.Module]] = {"grid-cnn": GridCNN, "grid-cell": GridCell}
+class Mlp(nn.Module):
+    """Two hidden layers on a 14x14 colour image, for ColoredMNIST; larger images are averaged down to that first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        side, self.num_features = 14, 256
+        self.pool = nn.AdaptiveAvgPool2d(side)
+        self.hidden1 = nn.Linear(3 * side * side, self.num_features)
+        self.hidden2 = nn.Linear(self.num_features, self.num_features)
+        self.relu = nn.ReLU(inplace=True)
+        self.fc: nn.Module = nn.Identity()
+        for layer in (self.hidden1, self.hidden2):
+            if not layer.weight.is_meta:
+                nn.init.xavier_uniform_(layer.weight)
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, 3, S, S) to logits (B, C), or to features (B, D) where there is no head."""
+        x = torch.flatten(self.pool(x), 1)
+        x = self.relu(self.hidden2(self.relu(self.hidden1(x))))
+        out: Tensor = self.fc(x)
+        return out
+
+
+SMALL: dict[str, Callable[[], nn.Module]] = {"grid-cnn": GridCNN, "grid-cell": GridCell, "mlp": Mlp}

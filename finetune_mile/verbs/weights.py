@@ -224,12 +224,11 @@ def _classifier(opened: Opened, args: argparse.Namespace) -> tuple[Opened, dict[
     The classifier of one of our runs is what the run was for, so it is kept. That of another file has seen labels
     which a later fine-tuning may not (SimCLR-v2's saw all of ImageNet's), so it is kept only if asked for by name.
     """
-    from finetune_mile.checkpoints.fitting import check_head_name
-    from finetune_mile.checkpoints.loading import keep_own_head
+    from finetune_mile.checkpoints.loading import check_head_name, keep_own_head
 
     none: dict[str, Any] = {"num_classes": 0, "classes": []}
     if args.keep_head is not None:
-        check_head_name(opened.classifier, opened.called, args.keep_head, source=args.init)
+        check_head_name(opened, args.keep_head, source=args.init)
     if not opened.report.classifier:
         return opened, none, "the file has no classifier"
     size = f"{opened.report.classifier} classes"

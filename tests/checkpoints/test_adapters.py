@@ -15,12 +15,11 @@ from torch import Tensor
 
 from finetune_mile.checkpoints.adapters import ADAPTERS, adapt
 from finetune_mile.checkpoints.adapters.adapter import leaves
-from finetune_mile.checkpoints.adapters.simclr_tf import targets
+from finetune_mile.checkpoints.adapters.simclr import targets
 from finetune_mile.checkpoints.architecture import Marks, read_arch
 from finetune_mile.checkpoints.detect import detect
-from finetune_mile.checkpoints.fitting import build_for, check_fit
 from finetune_mile.checkpoints.init import Located
-from finetune_mile.checkpoints.loading import open_contents
+from finetune_mile.checkpoints.loading import build_for, check_fit, open_contents
 from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.problems import Problem
 

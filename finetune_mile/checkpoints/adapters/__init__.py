@@ -1,56 +1,39 @@
 """The formats we read, in the order in which they are tried: the clearest mark first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from finetune_mile.checkpoints.adapters import byol, libraries, repositories, simclr
 from finetune_mile.checkpoints.adapters.adapter import Adapter, InsideBackbone, Tensors, UnknownKey, leaves
-from finetune_mile.checkpoints.adapters.byol import BYOL, BYOL_CONVERT
-from finetune_mile.checkpoints.adapters.lightly import LIGHTLY, LIGHTLY_BENCHMARK, LIGHTLY_GENERATOR
-from finetune_mile.checkpoints.adapters.moco import MOCO, MOCO_V3
-from finetune_mile.checkpoints.adapters.others import DETECTRON2, DINO, MILE, MILE_SIMCLRV2, MILE_SIMCLRV2_SK, PAWS
-from finetune_mile.checkpoints.adapters.own import OWN
-from finetune_mile.checkpoints.adapters.plain import TONYLINS, TORCHVISION, VIT
-from finetune_mile.checkpoints.adapters.separius import SEPARIUS, SEPARIUS_SK
-from finetune_mile.checkpoints.adapters.simclr_tf import SIMCLR_TF
-from finetune_mile.checkpoints.adapters.solo import SOLO
-from finetune_mile.checkpoints.adapters.swav import SWAV
-from finetune_mile.checkpoints.adapters.vissl import VISSL, VISSL_SIMCLRV2, VISSL_SK
+from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.problems import Problem
 
-if TYPE_CHECKING:
-    from finetune_mile.checkpoints.readers import Contents
-
 ADAPTERS: dict[str, Adapter] = {
-    "finetune-mile": OWN,
-    "simclr-tf": SIMCLR_TF,
-    "byol": BYOL,
-    "vissl-sk": VISSL_SK,
-    "vissl-simclrv2": VISSL_SIMCLRV2,
-    "vissl": VISSL,
-    "separius": SEPARIUS,
-    "separius-sk": SEPARIUS_SK,
-    "detectron2": DETECTRON2,
-    "moco": MOCO,
-    "moco-v3": MOCO_V3,
-    "swav": SWAV,
-    "paws": PAWS,
-    "dino": DINO,
-    "mile": MILE,
-    "mile-simclrv2-sk": MILE_SIMCLRV2_SK,
-    "mile-simclrv2": MILE_SIMCLRV2,
-    "solo-learn": SOLO,
-    "lightly": LIGHTLY,
-    "lightly-generator": LIGHTLY_GENERATOR,
-    "lightly-benchmark": LIGHTLY_BENCHMARK,
-    "tonylins": TONYLINS,
-    "byol-convert": BYOL_CONVERT,
-    "torchvision": TORCHVISION,
-    "vit": VIT,
+    "finetune-mile": repositories.OWN,
+    "simclr-tf": simclr.SIMCLR_TF,
+    "byol": byol.BYOL,
+    "vissl-sk": libraries.VISSL_SK,
+    "vissl-simclrv2": libraries.VISSL_SIMCLRV2,
+    "vissl": libraries.VISSL,
+    "separius": simclr.SEPARIUS,
+    "separius-sk": simclr.SEPARIUS_SK,
+    "detectron2": repositories.DETECTRON2,
+    "moco": repositories.MOCO,
+    "moco-v3": repositories.MOCO_V3,
+    "swav": repositories.SWAV,
+    "paws": repositories.PAWS,
+    "dino": repositories.DINO,
+    "mile": repositories.MILE,
+    "mile-simclrv2-sk": repositories.MILE_SIMCLRV2_SK,
+    "mile-simclrv2": repositories.MILE_SIMCLRV2,
+    "solo-learn": libraries.SOLO,
+    "lightly": libraries.LIGHTLY,
+    "lightly-generator": libraries.LIGHTLY_GENERATOR,
+    "lightly-benchmark": libraries.LIGHTLY_BENCHMARK,
+    "tonylins": simclr.TONYLINS,
+    "byol-convert": byol.BYOL_CONVERT,
+    "torchvision": repositories.TORCHVISION,
+    "vit": repositories.VIT,
 }
 
 
@@ -93,8 +76,7 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str) -> Adapted:
     if unknown:
         raise Problem(
             f"{source}: {len(unknown)} tensors do not belong to this format, first {unknown[0]} "
-            f"{_shape(own[unknown[0]])}; name the trunk, as in --init FILE::PREFIX, to load it "
-            "alone"
+            f"{tuple(own[unknown[0]].shape)}; name the trunk, as in --init FILE::PREFIX, to load it alone"
         )
     seen = {id(tensor) for tensor in own.values()}
     outside = [path for path, tensor in leaves(contents.tree) if id(tensor) not in seen]
@@ -104,7 +86,3 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str) -> Adapted:
 def few(names: Sequence[str]) -> str:
     """Join the first three names and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _shape(tensor: Tensor) -> str:
-    return str(tuple(tensor.shape))

@@ -1,26 +1,27 @@
-"""What an adapter is: pure functions that bring one format's tensors into torchvision's names."""
+"""What an adapter is: pure functions that bring one format's tensors into torchvision's names.
 
-from __future__ import annotations
+First the type, then helpers that find a state dict in a file, then the vocabularies: the ways in which people name
+the tensors of one and the same backbone.
+"""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.resnets import Padding, Stem
 
-if TYPE_CHECKING:
-    from finetune_mile.checkpoints.readers import Contents
-
 Tensors = dict[str, Tensor]
-Vocabulary = Callable[[str], str | None]
+Rename = Callable[[str], str | None]
+Vocabulary = Callable[[str], str | None]  # a name in its language to ours, None for what is no tensor of a backbone
 
 IMAGENET = Preprocess()
+# SimCLR's convention: [0, 1] without mean and deviation, a crop, then a bicubic resize.
 UNIT_RANGE = Preprocess(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), interpolation="bicubic", antialias=False)
-"""SimCLR's convention: [0, 1] without mean and deviation, a crop, then a bicubic resize."""
-
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 _HOMES = ("state_dict", "model_state_dict", "model")  # where files keep their state dict
 
@@ -33,54 +34,76 @@ class InsideBackbone(UnknownKey):
     """An unknown tensor among those of a backbone: without it the features would be wrong."""
 
 
-def as_it_is(key: str, tensor: Tensor) -> Tensor:
-    """The layout of a torch file: nothing to do."""
-    del key
-    return tensor
-
-
-def always(contents: Contents) -> bool:
-    """For formats whose marks leave no doubt."""
-    del contents
-    return True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """One format. None of the functions changes its argument or looks at anything else.
+    """One format. None of the functions changes its argument or reads anything else.
 
-    Names after `rename` are those of `networks/resnets.py` (or of timm's vision transformers),
-    and two groups that are dropped unless somebody asks for them: `fc.*`, a classifier that has
-    seen labels, and `proj.*`, the first layer of SimCLR-v2's projection head.
+    Names after `rename` are those of `networks/resnets.py` (or of timm's vision transformers), and two groups that are
+    dropped unless somebody asks for them: `fc.*`, a classifier that has seen labels, and `proj.*`, the first layer of
+    SimCLR-v2's projection head.
     """
 
+    # Why a file is of this format, or None: from its content, never from a file's name.
     recognise: Callable[[Contents], str | None]
-    """Why a file is of this format, or None; looks at content, never at a file's name."""
+    # The tensors that concern this format, flat, in its own names.
     unwrap: Callable[[Contents], Tensors]
-    """The tensors that concern this format, flat, in its own names."""
-    rename: Callable[[str], str | None]
-    """Own name to ours; None: known and dropped; raises UnknownKey."""
-    relayout: Callable[[str, Tensor], Tensor] = as_it_is
-    """Own layout (say HWIO) to torch's (OIHW); takes the own name."""
+    # Own name to ours; None: known and dropped; raises UnknownKey.
+    rename: Rename
+    # Own name and tensor to torch's layout, say HWIO to OIHW.
+    relayout: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
     method: str = "unknown"
     padding: Padding = "torch"
     preprocess: Preprocess = IMAGENET
+    # The form of a 3x3 stem; None: the names are those of two formats with different ones.
     cifar_stem: Stem | None = "cifar"
-    """The form of a 3x3 stem; None: the names are those of two formats with different ones."""
+    # Is there a ReLU after bn1?
     stem_relu: bool = True
-    """Is there a ReLU after bn1?"""
+    # An export of ours: its config names the network, and its head and projection layer were trained together.
     own: bool = False
-    """An export of ours: its config names the network, and its head and projection layer were trained together."""
+    # Nothing but the tensors of one network, so that a part of the file has no format either.
     plain: bool = False
-    """Nothing but the tensors of one network, so that a part of the file has no format either."""
+    # False: formats that pad differently have the same names.
     padding_known: bool = True
-    """False: formats that pad differently have the same names."""
-    is_certain: Callable[[Contents], bool] = always
-    """Whether a recognised file is certainly of this format; False: its names are common ones."""
+    # Whether a recognised file is certainly of this format; False: its names are common ones.
+    is_certain: Callable[[Contents], bool] = lambda _: True
+    # Attention heads of the tiny and the small vision transformer, where they are not timm's.
     small_vit_heads: int | None = None
-    """Attention heads of the tiny and the small vision transformer, where they are not timm's."""
+    # Are fixed positions of a vision transformer those of MAE (columns first), with 12 heads as MoCo-v3's?
     columns_first: bool = False
-    """Are fixed positions of a vision transformer those of MAE (columns first), with 12 heads as MoCo-v3's?"""
+
+
+def renaming(
+    vocabulary: Vocabulary, *, trunks: tuple[str, ...] = ("",), classifier: str = "", dropped: tuple[str, ...] = ()
+) -> Rename:
+    """The usual `rename`.
+
+    Args:
+        vocabulary: the language of the backbone's names.
+        trunks: prefixes of the backbone.
+        classifier: the module that becomes `fc`.
+        dropped: modules and tensors that are known and not needed; they win over `trunks`, not over `classifier`.
+    """
+
+    def rename(key: str) -> str | None:
+        name = None
+        for trunk in trunks:
+            inner = below(trunk, key) if trunk else key
+            if inner is not None:
+                name = name or vocabulary(inner)
+                key = trunk + inner
+        module, _, leaf = key.rpartition(".")
+        if module == classifier and leaf in ("weight", "bias"):
+            return f"fc.{leaf}"
+        if any(re.match(rf"{re.escape(part)}(?:[./]|$)", key) for part in dropped):
+            return None
+        if name is None:
+            raise UnknownKey(key)
+        return name
+
+    return rename
+
+
+# ------------------------------------------------------------------------------------ state dicts
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -110,11 +133,13 @@ def unwrapped(tensors: Tensors) -> Tensors:
 
 def state_dict_of(contents: Contents) -> Tensors:
     """The state dict of a torch file: at the top, or under one of the usual names."""
-    for home in _HOMES:
-        found = tensors_of(contents.tree.get(home))
-        if found:
-            return unwrapped(found)
-    return unwrapped(tensors_of(contents.tree))
+    homes = [tensors_of(contents.tree.get(home)) for home in _HOMES]
+    return unwrapped(next(filter(None, homes), tensors_of(contents.tree)))
+
+
+def in_parts(mapping: Mapping[str, Any], *parts: str) -> Tensors:
+    """The tensors of some entries of a mapping, as `entry/name`."""
+    return {f"{part}/{k}": v for part in parts for k, v in unwrapped(tensors_of(mapping.get(part))).items()}
 
 
 def tops(tensors: Mapping[str, object]) -> set[str]:
@@ -130,3 +155,148 @@ def below(prefix: str, key: str) -> str | None:
     while rest.startswith(_WRAPPERS):
         rest = rest.split(".", 1)[1]
     return rest
+
+
+# ----------------------------------------------------------------------------------- vocabularies
+
+_BN = r"(?:weight|bias|running_mean|running_var|num_batches_tracked)"
+_TORCHVISION = re.compile(
+    rf"""
+      conv1\.weight | conv1\.[036]\.weight | conv1\.[14]\.{_BN} | bn1\.{_BN}
+    | layer\d+\.\d+\.(?:
+          conv[123]\.weight | bn[123]\.{_BN}
+        | conv2\.(?:conv|down|up)\.weight | conv2\.(?:bn|down_bn)\.{_BN}
+        | downsample\.[012]\.{_BN} )
+    """,
+    re.VERBOSE,
+)
+_VIT = re.compile(
+    r"""
+      cls_token | pos_embed | patch_embed\.proj\.(?:weight|bias) | norm\.(?:weight|bias)
+    | blocks\.\d+\.(?: norm[12] | attn\.(?:qkv|proj) | mlp\.fc[12] )\.(?:weight|bias)
+    """,
+    re.VERBOSE,
+)
+_SEPARIUS_BLOCK = re.compile(r"net\.([1-4])\.blocks\.(\d+)\.(.+)")
+
+# stem, main branch and shortcut of a block in Separius' names, without and with selective kernels
+_SEPARIUS_STEM = {"net.0.0": "conv1", "net.0.1.0": "bn1"}
+_SEPARIUS_PLAIN = {
+    "projection.shortcut": "downsample.0",
+    "projection.bn.0": "downsample.1",
+    "net.0": "conv1",
+    "net.1.0": "bn1",
+    "net.2": "conv2",
+    "net.3.0": "bn2",
+    "net.4": "conv3",
+    "net.5.0": "bn3",
+}
+_SEPARIUS_SK = {
+    "projection.shortcut.2": "downsample.1",
+    "projection.bn.0": "downsample.2",
+    "net.0": "conv1",
+    "net.1.0": "bn1",
+    "net.2.main_conv.0": "conv2.conv",
+    "net.2.main_conv.1.0": "conv2.bn",
+    "net.2.mixing_conv.0": "conv2.down",
+    "net.2.mixing_conv.1.0": "conv2.down_bn",
+    "net.2.mixing_conv.2": "conv2.up",
+    "net.3": "conv3",
+    "net.4.0": "bn3",
+}
+_SEPARIUS_SK_STEM = {
+    "net.0.0": "conv1.0",
+    "net.0.1.0": "conv1.1",
+    "net.0.2": "conv1.3",
+    "net.0.3.0": "conv1.4",
+    "net.0.4": "conv1.6",
+    "net.0.5.0": "bn1",
+}
+_D2_STEM = {"stem.conv1": "conv1", "stem.conv1.norm": "bn1"}
+_D2_BLOCK = {
+    "shortcut": "downsample.0",
+    "shortcut.norm": "downsample.1",
+    **{f"conv{i}": f"conv{i}" for i in (1, 2, 3)},
+    **{f"conv{i}.norm": f"bn{i}" for i in (1, 2, 3)},
+}
+
+
+def torchvision(key: str) -> str | None:
+    """Names of torchvision, of timm (ResNet-D too) and our own for selective kernels."""
+    return key if _TORCHVISION.fullmatch(key) else None
+
+
+def vit(key: str) -> str | None:
+    """Names of timm for a vision transformer, which DINO and MoCo-v3 use as well."""
+    return key if _VIT.fullmatch(key) else None
+
+
+def torchvision_or_vit(key: str) -> str | None:
+    return torchvision(key) or vit(key)
+
+
+def sequential(first: int) -> Vocabulary:
+    """The children of a ResNet in a row: 0 conv1, 1 bn1, from `first` on the four stages.
+
+    `first` is 4 for torchvision's children (2 is the ReLU, 3 the pooling), 3 where the pooling
+    was taken out, 2 for lightly's own ResNetGenerator, which also calls the downsample branch
+    `shortcut`.
+    """
+
+    def rename(key: str) -> str | None:
+        index, _, rest = key.partition(".")
+        if index in ("0", "1"):
+            return torchvision(f"{'conv1' if index == '0' else 'bn1'}.{rest}")
+        if not index.isdigit() or not first <= int(index) < first + 4:
+            return None
+        return generator(f"layer{int(index) - first + 1}.{rest}")
+
+    return rename
+
+
+def generator(key: str) -> str | None:
+    """ResNetGenerator of lightly: torchvision's names but for `shortcut`."""
+    return torchvision(re.sub(r"^(layer\d+\.\d+)\.shortcut\.", r"\1.downsample.", key))
+
+
+def separius(key: str) -> str | None:
+    """SimCLR-v2's PyTorch port without selective kernels; VISSL and the MILe code have it too."""
+    return _separius(key, _SEPARIUS_STEM, _SEPARIUS_PLAIN)
+
+
+def separius_sk(key: str) -> str | None:
+    """The same port with selective kernels."""
+    return _separius(key, _SEPARIUS_SK_STEM, _SEPARIUS_SK)
+
+
+def _separius(key: str, stem: dict[str, str], block: dict[str, str]) -> str | None:
+    module, _, leaf = key.rpartition(".")
+    match = _SEPARIUS_BLOCK.fullmatch(module)
+    if match is None:
+        return torchvision(f"{stem[module]}.{leaf}") if module in stem else None
+    group, index, inner = match.groups()
+    return torchvision(f"layer{group}.{index}.{block[inner]}.{leaf}") if inner in block else None
+
+
+def detectron2(key: str) -> str | None:
+    """Names of detectron2: `stem`, `res2` to `res5`, the norm below its convolution."""
+    module, _, leaf = key.rpartition(".")
+    if module in _D2_STEM:
+        return torchvision(f"{_D2_STEM[module]}.{leaf}")
+    match = re.fullmatch(r"res([2-5])\.(\d+)\.(.+)", module)
+    if match is None or match[3] not in _D2_BLOCK:
+        return None
+    return torchvision(f"layer{int(match[1]) - 1}.{match[2]}.{_D2_BLOCK[match[3]]}.{leaf}")
+
+
+# What the search behind an unknown prefix tries, in this order.
+VOCABULARIES: dict[str, Vocabulary] = {
+    "torchvision": torchvision,
+    "sequential": sequential(4),
+    "sequential without pooling": sequential(3),
+    "lightly generator, sequential": sequential(2),
+    "lightly generator": generator,
+    "separius": separius,
+    "separius-sk": separius_sk,
+    "vit": vit,
+}

@@ -1,23 +1,25 @@
 """BYOL: DeepMind's haiku pickles, and byol-convert's flat torch files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from finetune_mile.checkpoints.adapters.adapter import Adapter, Tensors, UnknownKey, leaves, tensors_of, unwrapped
-from finetune_mile.checkpoints.adapters.vocabularies import torchvision
+from finetune_mile.checkpoints.adapters.adapter import (
+    Adapter,
+    Tensors,
+    UnknownKey,
+    leaves,
+    renaming,
+    tensors_of,
+    torchvision,
+    unwrapped,
+)
+from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.types import Preprocess
 
-if TYPE_CHECKING:
-    from finetune_mile.checkpoints.readers import Contents
-
-# Mean and deviation are subtracted inside the haiku graph; the crop comes first, then a bicubic
-# resize.
-BYOL_PREPROCESS = Preprocess(interpolation="bicubic", antialias=False)
+# Mean and deviation are subtracted inside the haiku graph; the crop comes first, then a bicubic resize.
+_PREPROCESS = Preprocess(interpolation="bicubic", antialias=False)
 _PAIRS = (("online_params", "online_state"), ("backbone_params", "backbone_state"))
 _TRUNK = re.compile(
     r"res_net\d+/~/(?:initial_(?P<stem>conv|batchnorm)(?:_1)?"
@@ -27,27 +29,19 @@ _TRUNK = re.compile(
 _LEAVES = {"w": "weight", "b": "bias", "scale": "weight", "offset": "bias"}
 
 
-def _experiment(contents: Contents) -> tuple[Mapping[str, object], tuple[str, str]] | None:
-    """The mapping of parameters and state, and the names they have in it."""
+def _entries(contents: Contents) -> tuple[str, Tensors]:
+    """The names of the entries with parameters and state, and their tensors; empty where there are none."""
     for tree in (contents.tree.get("experiment_state"), contents.tree):
-        for pair in _PAIRS:
-            if isinstance(tree, Mapping) and pair[0] in tree and pair[1] in tree:
-                return tree, pair
-    return None
+        for params, state in _PAIRS:
+            if isinstance(tree, Mapping) and params in tree and state in tree:
+                parts = {"params": tree[params], "state": tree[state]}
+                return f"{params} and {state}", dict(leaves(parts))
+    return "", {}
 
 
 def _recognise(contents: Contents) -> str | None:
-    found = _experiment(contents)
-    return None if found is None else f"entries {found[1][0]} and {found[1][1]}"
-
-
-def _unwrap(contents: Contents) -> Tensors:
-    found = _experiment(contents)
-    if found is None:
-        return {}
-    tree, pair = found
-    return {f"{part}/{key}": value for part, name in zip(("params", "state"), pair, strict=True)
-            for key, value in leaves(tree[name])}  # fmt: skip
+    names, _ = _entries(contents)
+    return f"entries {names}" if names else None
 
 
 def _rename(key: str) -> str | None:
@@ -56,28 +50,27 @@ def _rename(key: str) -> str | None:
         return None
     if inner in ("classifier/w", "classifier/b"):  # trained on the side, on 100 % of the labels
         return f"fc.{_LEAVES[inner[-1]]}"
-    found = _TRUNK.fullmatch(inner)
-    if found is None:
+    match = _TRUNK.fullmatch(inner)
+    if match is None:
         raise UnknownKey(key)
-    if found["ema"]:
-        if found["leaf"] not in ("average", "hidden", "counter"):
-            raise UnknownKey(key)
-        # inference uses the zero-debiased average, not the hidden sum
-        leaf = "running_mean" if "mean" in found["ema"] else "running_var"
-        return f"{_module(found)}.{leaf}" if found["leaf"] == "average" else None
-    if found["leaf"] not in _LEAVES:
+    if match["ema"] and match["leaf"] in ("hidden", "counter"):
+        return None  # inference uses the zero-debiased average, not the hidden sum
+    if match["ema"]:
+        leaf = {"average": "running_mean" if "mean" in match["ema"] else "running_var"}.get(match["leaf"])
+    else:
+        leaf = _LEAVES.get(match["leaf"])
+    if leaf is None:
         raise UnknownKey(key)
-    return f"{_module(found)}.{_LEAVES[found['leaf']]}"
+    return f"{_module(match)}.{leaf}"
 
 
-def _module(found: re.Match[str]) -> str:
-    if found["stem"]:
-        return "conv1" if found["stem"] == "conv" else "bn1"
-    block = f"layer{int(found['group']) + 1}.{found['block']}"
-    layer: str = found["layer"]
-    if layer.startswith("shortcut_"):
-        return f"{block}.downsample.{0 if layer == 'shortcut_conv' else 1}"
-    kind, _, number = layer.partition("_")
+def _module(match: re.Match[str]) -> str:
+    if match["stem"]:
+        return "conv1" if match["stem"] == "conv" else "bn1"
+    block = f"layer{int(match['group']) + 1}.{match['block']}"
+    kind, _, number = match["layer"].removeprefix("shortcut_").partition("_")
+    if match["layer"].startswith("shortcut_"):
+        return f"{block}.downsample.{0 if kind == 'conv' else 1}"
     return f"{block}.{'conv' if kind == 'conv' else 'bn'}{int(number) + 1}"
 
 
@@ -90,8 +83,8 @@ def _relayout(key: str, tensor: Tensor) -> Tensor:
 def _is_converted(contents: Contents) -> str | None:
     """byol-convert names as torchvision does; what tells it apart is how it was made.
 
-    It writes no batch counters, all parameters before all running statistics, and convolutions as
-    permuted views of HWIO arrays, whose strides the file keeps.
+    It writes no batch counters, all parameters before all running statistics, and convolutions as permuted views of
+    HWIO arrays, whose strides the file keeps.
     """
     weights = tensors_of(contents.tree)
     keys = [key for key in weights if torchvision(key)]
@@ -107,30 +100,21 @@ def _is_converted(contents: Contents) -> str | None:
     return None
 
 
-def _rename_converted(key: str) -> str | None:
-    if key in ("fc.weight", "fc.bias"):
-        return key
-    name = torchvision(key)
-    if name is None:
-        raise UnknownKey(key)
-    return name
-
-
 BYOL = Adapter(
     recognise=_recognise,
-    unwrap=_unwrap,
+    unwrap=lambda contents: _entries(contents)[1],
     rename=_rename,
     relayout=_relayout,
     method="byol",
     padding="same",
-    preprocess=BYOL_PREPROCESS,
+    preprocess=_PREPROCESS,
 )
 BYOL_CONVERT = Adapter(
     recognise=_is_converted,
     unwrap=lambda contents: unwrapped(tensors_of(contents.tree)),
-    rename=_rename_converted,
+    rename=renaming(torchvision, classifier="fc"),
     method="byol",
     padding="same",
-    preprocess=BYOL_PREPROCESS,
+    preprocess=_PREPROCESS,
     plain=True,
 )

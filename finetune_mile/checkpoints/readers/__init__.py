@@ -1,18 +1,42 @@
 """From a file on disk to plain tensors: no file can run code, whatever it holds.
 
-`read` is all there is, and torch is imported when it is called. The container is told by magic bytes;
-torch files and pickles go through a pickle machine of our own (pickles.py), TensorFlow files are parsed by hand,
-tensors are mapped.
+`read` is all there is, and torch is imported when it is called. Which file does what:
+    contents.py          what comes out: `Contents`, `Stub`, `Refused`
+    mapped.py            a file mapped into memory, every access checked against its size
+    torch_files.py       the containers of torch.save, plain pickles; the last pass to plain data
+    pickles.py           a pickle machine of our own, which never imports or calls what a file names
+    names.py             which names a pickle may speak of
+    rebuild.py           what honest pickles call, replaced by our own functions: tensors, arrays, containers
+    tensorflow_files.py  TensorFlow's checkpoints and SavedModels
+    wire.py              protocol buffers and LevelDB tables, for these
 """
 
-from __future__ import annotations
-
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from finetune_mile.checkpoints.readers.contents import Container, Contents, Refused, Stub
+from finetune_mile.checkpoints.readers.wire import TABLE_MAGIC
 from finetune_mile.core.problems import Problem
 
-__all__ = ["Container", "Contents", "Stub", "read"]
+if TYPE_CHECKING:
+    from finetune_mile.checkpoints.readers.mapped import MappedFile
+
+__all__ = ["Contents", "Stub", "read"]
+
+_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c, pickled
+_PAGE = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")
+_ELSE: tuple[tuple[bytes, str], ...] = (
+    (b"\x1f\x8b", "is compressed by gzip; unpack it (`gunzip`, or `tar xf`) and give what is inside"),
+    (b"\x28\xb5\x2f\xfd", "is compressed by zstandard; unpack it (`zstd -d --long=27`) first"),
+    (b"BZh", "is compressed by bzip2; unpack it (`bunzip2`) first"),
+    (b"\xfd7zXZ", "is compressed by xz; unpack it (`unxz`) first"),
+    (b"7z\xbc\xaf", "is a 7-zip archive; unpack it first"),
+    (b"Rar!", "is a RAR archive; unpack it first"),
+    (b"version https://git-lfs", "is a git-LFS pointer, not the weights; run `git lfs pull` where it was cloned"),
+    (b"\x89HDF", "is an HDF5 file (Keras .h5), which is not read; save a TensorFlow checkpoint"),
+    (b"\x93NUMPY", "is a single numpy array, not a dict of tensors"),
+    (b"PK\x05\x06", "is an empty zip file; fetch it again"),
+)
 
 
 def read(path: Path) -> Contents:
@@ -29,27 +53,42 @@ def read(path: Path) -> Contents:
 
 
 def _read(path: Path) -> Contents:
+    from finetune_mile.checkpoints.readers import tensorflow_files, torch_files
     from finetune_mile.checkpoints.readers.mapped import MappedFile
-    from finetune_mile.checkpoints.readers.safetensors_files import read_safetensors
-    from finetune_mile.checkpoints.readers.sniffing import sniff
-    from finetune_mile.checkpoints.readers.tensorflow_files import find_index, read_checkpoint, read_directory
-    from finetune_mile.checkpoints.readers.torch_files import read_legacy, read_pickle, read_zip
 
     if path.is_dir():
-        return read_directory(path)
-    index = find_index(path)
+        return tensorflow_files.read_directory(path)
+    index = tensorflow_files.find_index(path)
     if index is not None:
-        return read_checkpoint(index)
+        return tensorflow_files.read_checkpoint(index)
     if not path.exists():
         raise Refused("does not exist")
     file = MappedFile(path)
-    container = sniff(file)
-    if container == "torch-zip":
-        return read_zip(file)
-    if container == "torch-legacy":
-        return read_legacy(file)
-    if container == "safetensors":
-        return read_safetensors(file)
-    if container == "pickle":
-        return read_pickle(file)
-    return read_checkpoint(path)
+    container = _sniff(file)
+    if container == "tf-checkpoint":
+        return tensorflow_files.read_checkpoint(path)
+    return torch_files.READERS[container](file)
+
+
+def _sniff(file: "MappedFile") -> Container:
+    """The container of a file; what is none is refused with what to do about it."""
+    head = bytes(file.view[:64])
+    if head.startswith(b"PK\x03\x04"):
+        return "torch-zip"
+    if bytes(file.view[-8:]) == TABLE_MAGIC:
+        return "tf-checkpoint"
+    for magic, sentence in _ELSE:
+        if head.startswith(magic):
+            raise Refused(sentence)
+    if bytes(file.view[257:262]) == b"ustar":
+        raise Refused("is a tar archive; unpack it (`tar xf`) and give what is inside")
+    if head.lstrip().lower().startswith(_PAGE):
+        raise Refused("is a web page, not weights: the download got an error page; fetch it again")
+    if _LEGACY in head:
+        return "torch-legacy"
+    # a length, then JSON; a false length is still for the library to refuse
+    if head[8:9] == b"{" and (int.from_bytes(head[:8], "little") <= file.size or head[:1] != b"\x80"):
+        return "safetensors"
+    if head[:1] == b"\x80" or (head[:1] in (b"(", b"c", b"}", b"]") and file.view[-1] == ord(".")):
+        return "pickle"
+    raise Refused("is no checkpoint that is known: not of torch, safetensors, TensorFlow, nor a pickle")

@@ -1,6 +1,4 @@
-"""What a reader hands over: plain tensors, inert stubs, and the reason where it refuses."""
-
-from __future__ import annotations
+"""What a reader hands over: plain tensors, inert stubs, the reason where it refuses; and how much it may build."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,6 +8,12 @@ Container = Literal["torch-zip", "torch-legacy", "safetensors", "tf-checkpoint",
 
 class Refused(Exception):
     """Why a file is not read; `read` puts the file's name to it and raises a Problem."""
+
+
+def require(holds: object, why: str) -> None:
+    """Refuse the file unless a condition holds."""
+    if not holds:
+        raise Refused(why)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,3 +52,16 @@ class Contents:
     stubs: tuple[str, ...] = ()
     metadata: dict[str, str] = field(default_factory=dict)
     full_names: dict[str, str] = field(default_factory=dict)
+
+
+class Allowance:
+    """Bytes that may be made out of a file, a few times its own size: a small file cannot ask for a large memory."""
+
+    def __init__(self, file_size: int) -> None:
+        self._left = 64 * 2**20 + 8 * file_size
+
+    def spend(self, count: int) -> None:
+        """Take `count` bytes before they are made, or refuse."""
+        why = "is refused, for its contents would unfold to many times the size of the file"
+        require(0 <= count <= self._left, why)
+        self._left -= count

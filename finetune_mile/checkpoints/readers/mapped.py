@@ -1,15 +1,19 @@
-"""A file as memory: mapped where the bytes can be used in place, read where they cannot."""
+"""A file as memory: mapped where the bytes can be used in place, read where they cannot; and given back after use."""
 
-from __future__ import annotations
-
+import ctypes
+import mmap
 import stat
+from bisect import bisect_right
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from finetune_mile.checkpoints.readers.contents import Refused
+from finetune_mile.checkpoints.readers.contents import Refused, require
+
+_MAPS = Path("/proc/self/maps")
 
 
 class MappedFile:
@@ -17,10 +21,8 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise Refused("is not a regular file")
-        if status.st_size == 0:
-            raise Refused("is empty (0 bytes); the download or the copy failed, fetch it again")
+        require(stat.S_ISREG(status.st_mode), "is not a regular file")
+        require(status.st_size, "is empty (0 bytes); the download or the copy failed, fetch it again")
         self.path = path
         with path.open("rb") as file:
             self._bytes: npt.NDArray[np.uint8] = np.memmap(file, dtype=np.uint8, mode="c")
@@ -32,30 +34,68 @@ class MappedFile:
         """Refuse a range that does not lie in the file."""
         if start < 0 or count < 0 or start + count > self.size:
             raise Refused(
-                f"speaks of {count} bytes at {start}, but the file has {self.size}: it is cut "
-                "short or damaged, fetch it again"
+                f"speaks of {count} bytes at {start}, but the file has {self.size}: it is cut short or damaged, "
+                "fetch it again"
             )
 
     def fresh(self, start: int, count: int) -> npt.NDArray[np.uint8]:
         """A copy of a range, read from the disk and not through the map."""
         self.check(start, count)
         out = np.fromfile(self.path, dtype=np.uint8, count=count, offset=start)
-        if out.size != count:
-            raise Refused("became shorter while it was read")
+        require(out.size == count, "became shorter while it was read")
         return out
 
     def storage(self, start: int, count: int, itemsize: int) -> torch.UntypedStorage:
         """A range as a storage of its own: in place if aligned to `itemsize`, else copied."""
         self.check(start, count)
-        if count == 0:
-            return torch.empty(0, dtype=torch.uint8).untyped_storage()
-        if start % itemsize:
+        if count == 0 or start % itemsize:
             return torch.from_numpy(self.fresh(start, count)).untyped_storage()
         part: torch.UntypedStorage = self._storage[start : start + count]
         return part
 
-    def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of `shape` that begins at byte `start`."""
         count = int(np.prod(shape, dtype=object)) * dtype.itemsize
         flat = torch.empty(0, dtype=dtype).set_(self.storage(start, count, dtype.itemsize))
         return flat.reshape(shape)
+
+
+class MappedPages:
+    """The file-backed, private parts of this process's memory, given back once they are copied.
+
+    A file that is mapped counts as memory of the process as soon as it is read; the copy that becomes the network
+    counts again. The system is told here that it may take the pages of the map back, so that loading takes the memory
+    of one network. Only on Linux; elsewhere nothing happens.
+    """
+
+    def __init__(self) -> None:
+        self._ranges = sorted(_file_ranges())
+        self._libc = ctypes.CDLL(None, use_errno=True) if self._ranges else None
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Let go of a tensor's pages where they come from a file; reading it again reads the file.
+
+        Memory that is not backed by a file is left alone: there the advice would wipe it.
+        """
+        storage = tensor.untyped_storage()
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        position = bisect_right(self._ranges, (start, 2**64)) - 1
+        if self._libc is None or position < 0 or end > self._ranges[position][1]:
+            return
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self._libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+def _file_ranges() -> list[tuple[int, int]]:
+    """(start, end) of each private, writable mapping of a file."""
+    if not _MAPS.is_file() or not hasattr(mmap, "MADV_DONTNEED"):
+        return []
+    ranges = []
+    for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
+        where, rights, _, _, inode, *name = line.split(maxsplit=5)
+        # weights lie in data files: what is executable or belongs to a library is not ours
+        if inode != "0" and rights == "rw-p" and name and ".so" not in name[0]:
+            start, end = (int(part, 16) for part in where.split("-"))
+            ranges.append((start, end))
+    return ranges

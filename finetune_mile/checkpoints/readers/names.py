@@ -4,8 +4,6 @@ Nothing is ever imported or looked up. What could act (the standard library, bui
 numpy beyond a short list, functions of packages that are installed with us) refuses the whole file.
 """
 
-from __future__ import annotations
-
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Container as Holds
@@ -126,11 +124,6 @@ class Name:
     """A global that a pickle speaks of; never the thing itself."""
 
     qualified: str
-
-    @property
-    def builtin(self) -> bool:
-        """Whether it is a builtin type: not worth a mention among the foreign classes."""
-        return self.qualified.startswith("builtins.")
 
 
 def judge(module: object, name: object, known: Holds[str]) -> Name:

@@ -1,25 +1,145 @@
 """A pickle machine of our own: it can build plain data and stubs, and nothing else.
 
-Python's unpickler looks names up and calls what it finds. This one never imports, never calls what
-a file names, does not recurse, and checks every length against the file before it allocates.
+Python's unpickler looks names up and calls what it finds. This one never imports, never calls what a file names, does
+not recurse, and checks every length against the file before it allocates. First the literals (where each opcode's
+argument ends and what it says), then the machine.
 """
 
-from __future__ import annotations
-
 import pickle
+import re
+import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from finetune_mile.checkpoints.readers.allowance import Allowance
-from finetune_mile.checkpoints.readers.arrays import Kind, Unbuilt, restore_array
-from finetune_mile.checkpoints.readers.contents import Refused, Stub
-from finetune_mile.checkpoints.readers.literals import LITERALS, Cursor
+from finetune_mile.checkpoints.readers.contents import Allowance, Refused, Stub, require
 from finetune_mile.checkpoints.readers.mapped import MappedFile
 from finetune_mile.checkpoints.readers.names import judge
-from finetune_mile.checkpoints.readers.rebuild import KNOWN, REBUILDERS, call, check_key
-from finetune_mile.checkpoints.readers.tensors import Storage
+from finetune_mile.checkpoints.readers.rebuild import (
+    KNOWN,
+    Blob,
+    Kind,
+    Storage,
+    Unbuilt,
+    call,
+    check_key,
+    make_set,
+    restore_array,
+)
+
+_LONG = 2**16  # a string or bytes from here on stays in the file until it is needed
+_LINES = (2**7, 2**12, 2**17, 2**22)  # look for a line's end that far, then further
+_ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
+_ESCAPED = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
+
+
+class Cursor:
+    """A position in a range of a file that cannot leave the range."""
+
+    def __init__(self, file: MappedFile, start: int, end: int) -> None:
+        file.check(start, end - start)
+        self.file, self.position, self.end, self._view = file, start, end, file.view
+
+    def skip(self, count: int) -> int:
+        """Move on by `count` bytes; returns where they begin."""
+        start = self.position
+        if not 0 <= count <= self.end - start:
+            raise Refused("is cut short or damaged: a value in it is longer than the file")
+        self.position = start + count
+        return start
+
+    def byte(self) -> int:
+        return self._view[self.skip(1)]
+
+    def number(self, form: str) -> Any:
+        """The next number, in a form of `struct`."""
+        return struct.unpack_from(form, self._view, self.skip(struct.calcsize(form)))[0]
+
+    def take(self, count: int) -> bytes:
+        start = self.skip(count)
+        return bytes(self._view[start : start + count])
+
+    def line(self) -> bytes:
+        """The bytes up to the next newline, which is passed over."""
+        start = self.position
+        for reach in _LINES:
+            chunk = bytes(self._view[start : min(self.end, start + reach)])
+            length = chunk.find(b"\n")
+            if length >= 0:
+                self.position = start + length + 1
+                return chunk[:length]
+        raise Refused("is cut short or damaged: a line in it has no end")
+
+    def long(self, count: int, form: Literal["text", "bytes"]) -> str | bytes | Blob:
+        """The next string or bytes: at once if short, else as a Blob."""
+        if count >= _LONG:
+            return Blob(self.file, self.skip(count), count, form)
+        raw = self.take(count)
+        return str(raw, "utf-8", "surrogatepass") if form == "text" else raw
+
+
+def _text_integer(cursor: Cursor) -> int | bool:
+    """Protocol 0 spells True and False as the integers 01 and 00."""
+    line = cursor.line()
+    return line == b"01" if line in (b"00", b"01") else int(line)
+
+
+def _quoted(cursor: Cursor) -> str:
+    line = cursor.line()
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+        raise Refused("is damaged: a string in it has no quotes")
+    return str(_ESCAPE.sub(_unescape, line[1:-1]), "latin-1")
+
+
+def _unescape(match: re.Match[bytes]) -> bytes:
+    code = match[1]
+    if len(code) == 3 and code[:1] == b"x":
+        return bytes([int(code[1:], 16)])
+    if code.isdigit() and code < b"8":
+        return bytes([int(code, 8) & 0xFF])
+    return _ESCAPED.get(code, code)
+
+
+def _whole(cursor: Cursor, form: str) -> int:
+    return int.from_bytes(cursor.take(cursor.number(form)), "little", signed=True)
+
+
+LITERALS: dict[int, Callable[[Cursor], Any]] = {
+    code[0]: read
+    for code, read in {
+        pickle.NONE: lambda _: None,
+        pickle.NEWTRUE: lambda _: True,
+        pickle.NEWFALSE: lambda _: False,
+        pickle.EMPTY_DICT: lambda _: {},
+        pickle.EMPTY_LIST: lambda _: [],
+        pickle.EMPTY_TUPLE: lambda _: (),
+        pickle.EMPTY_SET: lambda _: set(),
+        pickle.INT: _text_integer,
+        pickle.LONG: lambda cursor: int(cursor.line().rstrip(b"L")),
+        pickle.FLOAT: lambda cursor: float(cursor.line()),
+        pickle.BININT: lambda cursor: cursor.number("<i"),
+        pickle.BININT1: lambda cursor: cursor.byte(),
+        pickle.BININT2: lambda cursor: cursor.number("<H"),
+        pickle.LONG1: lambda cursor: _whole(cursor, "<B"),
+        pickle.LONG4: lambda cursor: _whole(cursor, "<i"),
+        pickle.BINFLOAT: lambda cursor: cursor.number(">d"),
+        pickle.STRING: _quoted,
+        pickle.BINSTRING: lambda cursor: str(cursor.take(cursor.number("<i")), "latin-1"),
+        pickle.SHORT_BINSTRING: lambda cursor: str(cursor.take(cursor.byte()), "latin-1"),
+        pickle.UNICODE: lambda cursor: str(cursor.line(), "raw-unicode-escape"),
+        pickle.SHORT_BINUNICODE: lambda cursor: cursor.long(cursor.byte(), "text"),
+        pickle.BINUNICODE: lambda cursor: cursor.long(cursor.number("<I"), "text"),
+        pickle.BINUNICODE8: lambda cursor: cursor.long(cursor.number("<Q"), "text"),
+        pickle.SHORT_BINBYTES: lambda cursor: cursor.take(cursor.byte()),
+        pickle.BINBYTES: lambda cursor: cursor.long(cursor.number("<I"), "bytes"),
+        pickle.BINBYTES8: lambda cursor: cursor.long(cursor.number("<Q"), "bytes"),
+        pickle.BYTEARRAY8: lambda cursor: cursor.long(cursor.number("<Q"), "bytes"),
+    }.items()
+}
+
+
+# --------------------------------------------------------------------------------------- the machine
 
 FindStorage = Callable[[Any], Storage]
 
@@ -28,8 +148,7 @@ _MOST_OPCODES = 4_000_000
 _NONSENSE = (IndexError, KeyError, TypeError, ValueError, OverflowError, RuntimeError)
 
 
-def no_storage(_: Any) -> Storage:
-    """For a pickle that stands alone: it has no business with storages."""
+def _no_storage(_: Any) -> Storage:
     raise Refused("is damaged: it points to data outside of itself")
 
 
@@ -42,7 +161,7 @@ class Machine:
     """
 
     def __init__(
-        self, file: MappedFile, start: int, end: int, *, allowance: Allowance, find_storage: FindStorage = no_storage
+        self, file: MappedFile, start: int, end: int, *, allowance: Allowance, find_storage: FindStorage = _no_storage
     ) -> None:
         self.cursor = Cursor(file, start, end)
         self.stubs: set[str] = set()
@@ -69,10 +188,9 @@ class Machine:
             elif code == _STOP:
                 return self._pop()
             else:
-                act = _ACTIONS.get(code)
-                if act is None:
+                if code not in _ACTIONS:
                     raise Refused(f"is damaged or refused: no checkpoint has the opcode {code:#04x}")
-                act(self)
+                _ACTIONS[code](self)
         raise Refused("holds millions of objects beside its tensors; save its state_dict alone and use that")
 
     # The stack: what lies above the last mark is all that an opcode may touch.
@@ -102,9 +220,6 @@ class Machine:
             top.memo.append(index)
         self._memo[index] = top
 
-    def _get(self, index: int) -> None:
-        self._stack.append(self._memo[index])
-
     # Containers.
 
     def _make_tuple(self, count: int) -> None:
@@ -113,24 +228,20 @@ class Machine:
 
     def _append(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if isinstance(target, Stub):
-            target.elements.extend(items)
-        elif isinstance(target, list):
-            target.extend(items)
-        else:
-            raise Refused("is damaged: it appends to something that is no list")
+        elements = target.elements if isinstance(target, Stub) else target
+        require(isinstance(elements, list), "is damaged: it appends to something that is no list")
+        elements.extend(items)
 
     def _add(self, items: list[Any]) -> None:
         target = self._stack[-1]
-        if not isinstance(target, set):
-            raise Refused("is damaged: it adds to something that is no set")
+        require(isinstance(target, set), "is damaged: it adds to something that is no set")
         target.update(check_key(item, self._allowance) for item in items)
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
         entries = target.entries if isinstance(target, Stub) else target
-        if not isinstance(entries, dict) or len(items) % 2:
-            raise Refused("is damaged: it sets entries of something that is no dict")
+        is_dict = isinstance(entries, dict) and len(items) % 2 == 0
+        require(is_dict, "is damaged: it sets entries of something that is no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             entries[check_key(key, self._allowance)] = value
 
@@ -139,20 +250,17 @@ class Machine:
         self._stack.append({})
         self._set_items(items)
 
-    def _append_one(self) -> None:
-        self._append([self._pop()])
-
-    def _set_one(self) -> None:
+    def _set_item(self) -> None:
         value, key = self._pop(), self._pop()
         self._set_items([key, value])
 
     # Names and calls.
 
     def _name(self, module: object, name: object) -> None:
-        found = judge(module, name, KNOWN)
-        if found.qualified not in KNOWN and not found.builtin:
-            self.stubs.add(found.qualified)
-        self._stack.append(found)
+        judged = judge(module, name, KNOWN)
+        if judged.qualified not in KNOWN and not judged.qualified.startswith("builtins."):
+            self.stubs.add(judged.qualified)
+        self._stack.append(judged)
 
     def _global(self) -> None:
         module, name = self.cursor.line(), self.cursor.line()
@@ -172,11 +280,11 @@ class Machine:
     def _reduce_with_keywords(self) -> None:
         keywords, args, target = self._pop(), self._pop(), self._pop()
         self._call(target, args)
-        made = self._stack[-1]
-        if keywords and not (isinstance(made, Stub) and isinstance(keywords, dict)):
-            raise Refused("is damaged: a call in it has keywords that nothing takes")
+        result = self._stack[-1]
         if keywords:
-            made.entries = keywords
+            takes = isinstance(result, Stub) and isinstance(keywords, dict)
+            require(takes, "is damaged: a call in it has keywords that nothing takes")
+            result.entries = keywords
 
     def _instance(self) -> None:
         self._global()
@@ -213,13 +321,9 @@ class Machine:
             self._allowance.spend(100 * len(inner))
             target.update(inner)
 
-    def _storage(self) -> None:
-        self._stack.append(self.find_storage(self._pop()))
-
     def _protocol(self) -> None:
         version = self.cursor.byte()
-        if version > 5:
-            raise Refused(f"is a pickle of protocol {version}, which is not known")
+        require(version <= 5, f"is a pickle of protocol {version}, which is not known")
 
     def _extension(self) -> None:
         raise Refused("is refused, for it calls on copyreg's extension registry, which no checkpoint needs")
@@ -242,22 +346,20 @@ _ACTIONS: dict[int, Callable[[Machine], Any]] = {
         pickle.BINPUT: lambda m: m._put(m.cursor.byte()),
         pickle.LONG_BINPUT: lambda m: m._put(m.cursor.number("<I")),
         pickle.MEMOIZE: lambda m: m._put(len(m._memo)),
-        pickle.GET: lambda m: m._get(int(m.cursor.line())),
-        pickle.BINGET: lambda m: m._get(m.cursor.byte()),
-        pickle.LONG_BINGET: lambda m: m._get(m.cursor.number("<I")),
+        pickle.GET: lambda m: m._stack.append(m._memo[int(m.cursor.line())]),
+        pickle.BINGET: lambda m: m._stack.append(m._memo[m.cursor.byte()]),
+        pickle.LONG_BINGET: lambda m: m._stack.append(m._memo[m.cursor.number("<I")]),
         pickle.TUPLE: lambda m: m._stack.append(tuple(m._pop_to_mark())),
         pickle.TUPLE1: lambda m: m._make_tuple(1),
         pickle.TUPLE2: lambda m: m._make_tuple(2),
         pickle.TUPLE3: lambda m: m._make_tuple(3),
         pickle.LIST: lambda m: m._stack.append(m._pop_to_mark()),
         pickle.DICT: Machine._make_dict,
-        pickle.FROZENSET: lambda m: m._stack.append(
-            REBUILDERS["builtins.frozenset"]((m._pop_to_mark(),), m._allowance)
-        ),
-        pickle.APPEND: Machine._append_one,
+        pickle.FROZENSET: lambda m: m._stack.append(make_set((m._pop_to_mark(),), m._allowance)),
+        pickle.APPEND: lambda m: m._append([m._pop()]),
         pickle.APPENDS: lambda m: m._append(m._pop_to_mark()),
         pickle.ADDITEMS: lambda m: m._add(m._pop_to_mark()),
-        pickle.SETITEM: Machine._set_one,
+        pickle.SETITEM: Machine._set_item,
         pickle.SETITEMS: lambda m: m._set_items(m._pop_to_mark()),
         pickle.GLOBAL: Machine._global,
         pickle.STACK_GLOBAL: Machine._stack_global,
@@ -267,7 +369,7 @@ _ACTIONS: dict[int, Callable[[Machine], Any]] = {
         pickle.INST: Machine._instance,
         pickle.OBJ: Machine._object,
         pickle.BUILD: Machine._build,
-        pickle.BINPERSID: Machine._storage,
+        pickle.BINPERSID: lambda m: m._stack.append(m.find_storage(m._pop())),
         pickle.PERSID: Machine._outside_buffer,
         pickle.EXT1: Machine._extension,
         pickle.EXT2: Machine._extension,

@@ -5,18 +5,17 @@ of raw little-endian data. The index's checksums are checked; those of the data 
 take longer than the reading (a card's sha256 is for that).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
 
-from finetune_mile.checkpoints.readers.arrays import check_shape, count_items
-from finetune_mile.checkpoints.readers.contents import Contents, Refused
+from finetune_mile.checkpoints.readers.contents import Contents, Refused, require
 from finetune_mile.checkpoints.readers.mapped import MappedFile
-from finetune_mile.checkpoints.readers.wire import TABLE_MAGIC, message, raw, table, text, varint, whole
+from finetune_mile.checkpoints.readers.rebuild import check_shape
+from finetune_mile.checkpoints.readers.wire import TABLE_MAGIC, message, raw, shape, table, varint, whole
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
@@ -44,15 +43,15 @@ _DTYPES = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Entry:
     """Where a variable lies: TensorFlow's BundleEntryProto."""
 
-    dtype: int = 0
-    shape: tuple[int, ...] = ()
-    shard: int = 0
-    offset: int = 0
-    size: int = 0
+    dtype: int
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    size: int
 
 
 def find_index(path: Path) -> Path | None:
@@ -70,8 +69,7 @@ def read_directory(directory: Path) -> Contents:
     """A SavedModel, or a folder with one checkpoint."""
     if (directory / "saved_model.pb").exists():
         index = directory / "variables" / "variables.index"
-        if not index.exists():
-            raise Refused("is a SavedModel without variables/variables.index; fetch it again, whole")
+        require(index.exists(), "is a SavedModel without variables/variables.index; fetch all of it again")
         tree, full_names = _read_bundle(index, directory)
         return Contents(container="tf-savedmodel", tree=tree, full_names=full_names)
     return read_checkpoint(_choose_index(directory))
@@ -90,8 +88,7 @@ def _choose_index(directory: Path) -> Path:
     if len(names) > 1:
         listed = ", ".join(name.removesuffix(".index") for name in names[:20])
         raise Refused(f"holds several checkpoints; give one of them: {listed}")
-    if not names:
-        raise Refused("is a folder without a TensorFlow checkpoint (*.index) or a SavedModel; give the file")
+    require(names, "is a folder without a TensorFlow checkpoint (*.index) or a SavedModel; give the file")
     return directory / names[0]
 
 
@@ -103,11 +100,10 @@ def read_checkpoint(index: Path) -> Contents:
 
 def _read_bundle(index: Path, home: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Every variable of numbers, and the full names of the object graph."""
-    if index.suffix != ".index":
-        raise Refused("is a TensorFlow index under another name; call it *.index, as its data files")
+    named = index.suffix == ".index"
+    require(named, "is a TensorFlow index under another name; call it *.index, as its data files")
     file = _open_inside(index, home)
-    if file.size > _LARGEST_INDEX:
-        raise Refused(f"has an index of {file.size} bytes, more than any checkpoint needs")
+    require(file.size <= _LARGEST_INDEX, f"has an index of {file.size} bytes, more than any checkpoint needs")
     entries = table(bytes(file.view))
     shards = _open_shards(index, home, _count_shards(entries.pop(b"", None)))
     parsed = {key.decode("utf-8", "replace"): _parse_entry(value) for key, value in entries.items()}
@@ -116,8 +112,7 @@ def _read_bundle(index: Path, home: Path) -> tuple[dict[str, torch.Tensor], dict
     tree: dict[str, torch.Tensor] = {}
     full_names: dict[str, str] = {}
     for key, entry in parsed.items():
-        if entry.shard >= len(shards):
-            raise Refused(f"is damaged: {key[:200]} lies in a data file that is not there")
+        require(entry.shard < len(shards), f"is damaged: {key[:200]} lies in a data file that is not there")
         shard = shards[entry.shard]
         shard.check(entry.offset, entry.size)
         if key == GRAPH_KEY and entry.dtype == _STRING:
@@ -139,11 +134,9 @@ def _count_shards(header: bytes | None) -> int:
     if header is None:
         raise Refused("is not a checkpoint of TensorFlow 1.0 or later: its index has no header")
     fields = dict(message(header))
-    if whole(fields.get(2, 0)):
-        raise Refused("was written on a big-endian machine, which is not supported")
+    require(whole(fields.get(2, 0)) == 0, "was written on a big-endian machine, which is not supported")
     count = whole(fields.get(1, 0))
-    if not 1 <= count <= 1024:
-        raise Refused(f"is damaged: its index speaks of {count} data files")
+    require(1 <= count <= 1024, f"is damaged: its index speaks of {count} data files")
     return count
 
 
@@ -151,42 +144,23 @@ def _open_shards(index: Path, home: Path, count: int) -> list[MappedFile]:
     prefix = index.name.removesuffix(".index")
     paths = [index.with_name(f"{prefix}.data-{i:05}-of-{count:05}") for i in range(count)]
     for path in paths:
-        if not path.exists():
-            raise Refused(f"needs {path.name} beside its index; fetch that too")
+        require(path.exists(), f"needs {path.name} beside its index; fetch that too")
     return [_open_inside(path, home) for path in paths]
 
 
 def _parse_entry(data: bytes) -> _Entry:
-    entry = _Entry()
-    for number, value in message(data):
-        if number == 1:
-            entry.dtype = whole(value)
-        elif number == 2:
-            entry.shape = _parse_shape(raw(value))
-        elif number == 3:
-            entry.shard = whole(value)
-        elif number == 4:
-            entry.offset = whole(value)
-        elif number == 5:
-            entry.size = whole(value)
-        elif number == 7:
-            raise Refused("holds partitioned variables; save it again without a partitioner")
-    if min(entry.shard, entry.offset, entry.size) < 0:
-        raise Refused("is damaged: a variable in its index lies before the beginning")
-    return entry
-
-
-def _parse_shape(data: bytes) -> tuple[int, ...]:
-    """TensorShapeProto: field 2 is a side, whose field 1 is its length."""
-    sides = [raw(value) for number, value in message(data) if number == 2]
-    return check_shape([whole(dict(message(side)).get(1, 0)) for side in sides])
+    fields = dict(message(data))
+    require(7 not in fields, "holds partitioned variables; save it again without a partitioner")
+    dtype, shard, offset, size = (whole(fields.get(number, 0)) for number in (1, 3, 4, 5))
+    require(min(shard, offset, size) >= 0, "is damaged: a variable in its index lies before the beginning")
+    return _Entry(dtype, check_shape(shape(raw(fields.get(2, b"")))), shard, offset, size)
 
 
 def _tensor(key: str, shard: MappedFile, entry: _Entry) -> torch.Tensor:
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise Refused(f"holds {key[:200]}, of TensorFlow's dtype {entry.dtype}, which is not read")
-    if count_items(entry.shape) * dtype.itemsize != entry.size:
+    if prod(entry.shape) * dtype.itemsize != entry.size:
         raise Refused(f"is damaged: {key[:200]} has shape {entry.shape} and {entry.size} bytes, which differ")
     return shard.tensor(entry.offset, entry.shape, dtype)
 
@@ -195,7 +169,7 @@ def _one_string(shard: MappedFile, entry: _Entry) -> bytes:
     """A scalar string: its length, the length's checksum, then the bytes."""
     data = bytes(shard.view[entry.offset : entry.offset + entry.size])
     count, position = varint(data, 0)
-    if count_items(entry.shape) != 1 or position + 4 + count != len(data):
+    if prod(entry.shape) != 1 or position + 4 + count != len(data):
         raise Refused("is damaged: its object graph is not a single string")
     return data[position + 4 :]
 
@@ -203,13 +177,9 @@ def _one_string(shard: MappedFile, entry: _Entry) -> bytes:
 def _full_names(graph: bytes) -> dict[str, str]:
     """Checkpoint key to full name, from a TrackableObjectGraph (nodes, their attributes)."""
     names: dict[str, str] = {}
-    for number, node in message(graph):
-        if number != 1:
-            continue
-        for part, attribute in message(raw(node)):
-            if part != 2:
-                continue
-            fields = {field: text(value) for field, value in message(raw(attribute)) if field in (2, 3)}
+    for node in (raw(value) for number, value in message(graph) if number == 1):
+        for attribute in (raw(value) for number, value in message(node) if number == 2):
+            fields = {n: raw(value).decode("utf-8", "replace") for n, value in message(attribute) if n in (2, 3)}
             if fields.get(2) and fields.get(3):
                 names[fields[3]] = fields[2]
     return names

@@ -1,104 +1,62 @@
-"""torch.save's two containers: the zip archive of today, the run of pickles before it; and a pickle alone."""
+"""torch.save's two containers (the zip archive of today, the run of pickles before it), pickles, safetensors.
 
-from __future__ import annotations
+`plain_tree` is the last pass over what a pickle gave: plain containers only, of bounded depth and width.
+"""
 
 import re
 import struct
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from finetune_mile.checkpoints.readers.allowance import Allowance
-from finetune_mile.checkpoints.readers.contents import Contents, Refused
+from finetune_mile.checkpoints.readers.contents import Allowance, Contents, Refused, Stub, require
 from finetune_mile.checkpoints.readers.mapped import MappedFile
 from finetune_mile.checkpoints.readers.names import Name
 from finetune_mile.checkpoints.readers.pickles import Machine
-from finetune_mile.checkpoints.readers.plain import plain_tree
-from finetune_mile.checkpoints.readers.tensors import STORAGES, Storage
+from finetune_mile.checkpoints.readers.rebuild import DTYPES, STORAGES, Blob, Kind, Record, Storage, Unbuilt
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error)
+_DEEPEST = 64
+_WIDEST = 2_000_000
+_MODULE_PARTS = ("_modules", "_parameters", "_buffers")
+
+MakeStorage = Callable[[str, int, int], torch.UntypedStorage]  # from its key, size in bytes and alignment
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """Where a file of the archive lies, uncompressed."""
+class _Storages:
+    """The storages of a file, each made once, from the persistent ids of its pickle; the device is moot."""
 
-    start: int
-    count: int
-
-
-def _parse_id(pid: Any) -> tuple[torch.dtype | None, str, int, Any]:
-    """A storage's persistent id, checked: dtype, key, number of items, view; the device is moot."""
-    if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage":
-        raise Refused("is damaged: a storage in it has no description")
-    _, kind, key, _, count = pid[:5]
-    if not isinstance(kind, Name) or kind.qualified not in STORAGES:
-        raise Refused("holds a tensor of a kind that is not read (quantised or sparse)")
-    if not isinstance(key, str) or not _KEY.fullmatch(key):
-        raise Refused("is damaged: a storage in it has a key that is no plain name")
-    if type(count) is not int or count < 0:
-        raise Refused("is damaged: a storage in it has no size")
-    return STORAGES[kind.qualified], key, count, pid[5] if len(pid) == 6 else None
-
-
-def _itemsize(dtype: torch.dtype | None) -> int:
-    return 1 if dtype is None else dtype.itemsize
-
-
-class _ZipStorages:
-    """Finds the storages of an archive; each key is mapped once."""
-
-    def __init__(self, file: MappedFile, records: dict[str, _Record], prefix: str) -> None:
-        self._file, self._records, self._prefix = file, records, prefix
-        self._found: dict[str, Storage] = {}
+    def __init__(self, make: MakeStorage) -> None:
+        self._make = make
+        self.by_key: dict[str, Storage] = {}
 
     def __call__(self, pid: Any) -> Storage:
-        dtype, key, count, _ = _parse_id(pid)
-        known = self._found.get(key)
-        if known is not None:
-            if (known.dtype, known.count) != (dtype, count):
-                raise Refused(f"is damaged: it gives storage {key} two sizes or types")
-            return known
-        record = self._records.get(f"{self._prefix}/data/{key}")
-        if record is None:
-            raise Refused(f"is damaged: storage {key} is not in the archive")
-        size = count * _itemsize(dtype)
-        if size > record.count:
-            raise Refused(
-                f"says that storage {key} has {size} bytes, but it has {record.count}: it is damaged or it lies"
-            )
-        align = 8 if dtype is None else dtype.itemsize
-        found = Storage(self._file.storage(record.start, size, align), dtype, count)
-        self._found[key] = found
-        return found
+        is_storage = isinstance(pid, tuple) and len(pid) in (5, 6) and pid[0] == "storage"
+        require(is_storage, "is damaged: a storage in it has no description")
+        _, kind, key, _, count = pid[:5]
+        if not isinstance(kind, Name) or kind.qualified not in STORAGES:
+            raise Refused("holds a tensor of a kind that is not read (quantised or sparse)")
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise Refused("is damaged: a storage in it has a key that is no plain name")
+        require(type(count) is int and count >= 0, "is damaged: a storage in it has no size")
+        view = pid[5] if len(pid) == 6 else None
+        require(view is None, "has views of storages, as before torch 0.4; save it again with torch.save")
+        dtype = STORAGES[kind.qualified]
+        if key not in self.by_key:
+            size, align = (count, 8) if dtype is None else (count * dtype.itemsize, dtype.itemsize)
+            self.by_key[key] = Storage(self._make(key, size, align), dtype, count)
+        storage = self.by_key[key]
+        same = (storage.dtype, storage.count) == (dtype, count)
+        require(same, f"is damaged: it gives storage {key} two sizes or types")
+        return storage
 
 
-class _LegacyStorages:
-    """Makes the storages of a legacy file; their bytes follow behind the pickles."""
-
-    def __init__(self, file: MappedFile) -> None:
-        self._left = file.size
-        self.found: dict[str, Storage] = {}
-
-    def __call__(self, pid: Any) -> Storage:
-        dtype, key, count, view = _parse_id(pid)
-        if view is not None:
-            raise Refused("has views of storages, as before torch 0.4; save it again with torch.save")
-        known = self.found.get(key)
-        if known is None:
-            size = count * _itemsize(dtype)
-            if size > self._left:
-                raise Refused("says that its tensors are larger than the file: damaged or a lie")
-            self._left -= size
-            room = torch.empty(size, dtype=torch.uint8).untyped_storage()
-            known = self.found[key] = Storage(room, dtype, count)
-        elif (known.dtype, known.count) != (dtype, count):
-            raise Refused(f"is damaged: it gives storage {key} two sizes or types")
-        return known
+# ---------------------------------------------------------------------------------------- zip archives
 
 
 def read_zip(file: MappedFile) -> Contents:
@@ -111,66 +69,77 @@ def read_zip(file: MappedFile) -> Contents:
     if any(name.startswith((f"{prefix}/code/", f"{prefix}/constants.pkl")) for name in records):
         raise Refused("is a TorchScript archive; save its state_dict() with torch.save and use that")
     order = records.get(f"{prefix}/byteorder")
-    if order and bytes(file.view[order.start : order.start + order.count]) != b"little":
+    if order and bytes(file.view[order[0] : sum(order)]) != b"little":
         raise Refused("was written on a big-endian machine, which is not supported")
-    body = records[pickles[0]]
-    machine = Machine(
-        file,
-        body.start,
-        body.start + body.count,
-        allowance=Allowance(file.size),
-        find_storage=_ZipStorages(file, records, prefix),
-    )
+
+    def make_storage(key: str, size: int, align: int) -> torch.UntypedStorage:
+        require(f"{prefix}/data/{key}" in records, f"is damaged: storage {key} is not in the archive")
+        start, count = records[f"{prefix}/data/{key}"]
+        require(
+            size <= count, f"says that storage {key} has {size} bytes, but it has {count}: it is damaged or it lies"
+        )
+        return file.storage(start, size, align)
+
+    start, count = records[pickles[0]]
+    machine = Machine(file, start, start + count, allowance=Allowance(file.size), find_storage=_Storages(make_storage))
     tree = plain_tree(machine.run())
     return Contents(container="torch-zip", tree=tree, stubs=tuple(sorted(machine.stubs)))
 
 
-def _list_records(file: MappedFile) -> dict[str, _Record]:
-    """Every record of the archive, once its name, size and place have been checked."""
+def _list_records(file: MappedFile) -> dict[str, tuple[int, int]]:
+    """Start and size of every record of the archive, once its name, size and place have been checked."""
     try:
         with zipfile.ZipFile(file.path) as archive:
             entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
     except _BAD_ZIP as error:
         raise Refused(f"is a damaged zip file, fetch it again ({error})") from error
-    records: dict[str, _Record] = {}
+    records: dict[str, tuple[int, int]] = {}
     free = 0  # where the last record ended
     for entry in entries:
         name = entry.filename
         if name.startswith("/") or "\\" in name or ".." in name.split("/"):
             raise Refused("is refused, for its archive has names that lead out of it")
-        if name in records:
-            raise Refused("is refused, for its archive has two records of one name")
+        require(name not in records, "is refused, for its archive has two records of one name")
         if entry.compress_type or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
             raise Refused(
                 "is a compressed or encrypted zip file, which torch.save never writes; unpack it "
                 "and give what is inside"
             )
-        record = _locate(file, entry)
-        if entry.header_offset < free:
-            raise Refused("is refused, for its archive has records that overlap")
-        free = record.start + record.count
-        records[name] = record
+        start = _locate(file, entry)
+        require(entry.header_offset >= free, "is refused, for its archive has records that overlap")
+        free = start + entry.file_size
+        records[name] = start, entry.file_size
     return records
 
 
-def _locate(file: MappedFile, entry: zipfile.ZipInfo) -> _Record:
-    """A record's own bytes, behind its local header, which must name the same record."""
-    file.check(entry.header_offset, _LOCAL_HEADER.size)
-    header = _LOCAL_HEADER.unpack_from(file.view, entry.header_offset)
+def _locate(file: MappedFile, entry: zipfile.ZipInfo) -> int:
+    """Where a record's own bytes begin: behind its local header, which must name the same record."""
     name_at = entry.header_offset + _LOCAL_HEADER.size
-    start = name_at + header[-2] + header[-1]
+    file.check(entry.header_offset, _LOCAL_HEADER.size)
+    magic, *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(file.view, entry.header_offset)
+    start: int = name_at + name_length + extra_length
     file.check(start, entry.file_size)
     codec = "utf-8" if entry.flag_bits & 0x800 else "cp437"
-    name = bytes(file.view[name_at : name_at + header[-2]]).decode(codec, "replace")
-    if header[0] != b"PK\x03\x04" or name != entry.orig_filename:
+    name = bytes(file.view[name_at : name_at + name_length]).decode(codec, "replace")
+    if magic != b"PK\x03\x04" or name != entry.orig_filename:
         raise Refused("is a damaged zip file: its list of records does not fit the records")
-    return _Record(start, entry.file_size)
+    return start
+
+
+# ---------------------------------------------------------- runs of pickles, one pickle, safetensors
 
 
 def read_legacy(file: MappedFile) -> Contents:
     """torch.save before 1.6: magic number, version, system, object, keys, then raw storages."""
-    position, allowance = 0, Allowance(file.size)
-    storages = _LegacyStorages(file)
+    position, allowance, left = 0, Allowance(file.size), file.size
+
+    def make_storage(_key: str, size: int, _align: int) -> torch.UntypedStorage:
+        nonlocal left
+        require(size <= left, "says that its tensors are larger than the file: damaged or a lie")
+        left -= size
+        return torch.empty(size, dtype=torch.uint8).untyped_storage()
+
+    storages = _Storages(make_storage)
     values: list[Any] = []
     stubs: set[str] = set()
     for part in ("magic", "version", "system", "object", "keys"):
@@ -180,14 +149,13 @@ def read_legacy(file: MappedFile) -> Contents:
         values.append(machine.run())
         stubs |= machine.stubs
         position = machine.cursor.position
-    _, version, system, made, keys = values
+    _, version, system, root, keys = values
     if version != 1001 or not isinstance(system, dict) or not system.get("little_endian"):
         raise Refused("is a torch file of an unknown version, or from a big-endian machine")
-    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages.found):
+    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages.by_key):
         raise Refused("is damaged: it lists other storages than its tensors use")
-    _fill(file, position, [storages.found[str(key)] for key in keys])
-    tree = plain_tree(made)
-    return Contents(container="torch-legacy", tree=tree, stubs=tuple(sorted(stubs)))
+    _fill(file, position, [storages.by_key[str(key)] for key in keys])
+    return Contents(container="torch-legacy", tree=plain_tree(root), stubs=tuple(sorted(stubs)))
 
 
 def _fill(file: MappedFile, position: int, storages: list[Storage]) -> None:
@@ -196,8 +164,7 @@ def _fill(file: MappedFile, position: int, storages: list[Storage]) -> None:
         for storage in storages:
             file.check(position, 8 + storage.data.nbytes())
             (count,) = struct.unpack_from("<q", file.view, position)
-            if count != storage.count:
-                raise Refused("is damaged: a storage in it has another size than its tensors say")
+            require(count == storage.count, "is damaged: a storage in it has another size than its tensors say")
             stream.seek(position + 8)
             if count:
                 room = torch.empty(0, dtype=torch.uint8).set_(storage.data)
@@ -210,3 +177,123 @@ def read_pickle(file: MappedFile) -> Contents:
     machine = Machine(file, 0, file.size, allowance=Allowance(file.size))
     tree = plain_tree(machine.run())
     return Contents(container="pickle", tree=tree, stubs=tuple(sorted(machine.stubs)))
+
+
+def read_safetensors(file: MappedFile) -> Contents:
+    """Through the library, which checks the header and maps the tensors."""
+    try:
+        with safe_open(file.path, framework="pt", device="cpu") as opened:
+            tree = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            metadata = dict(opened.metadata() or {})
+    except (SafetensorError, ValueError, KeyError, OverflowError) as error:
+        raise Refused(f"is a damaged safetensors file, fetch it again ({error})") from error
+    return Contents(container="safetensors", tree=tree, metadata=metadata)
+
+
+READERS: dict[str, Callable[[MappedFile], Contents]] = {
+    "torch-zip": read_zip,
+    "torch-legacy": read_legacy,
+    "safetensors": read_safetensors,
+    "pickle": read_pickle,
+}
+
+
+# ----------------------------------------------------------------- from what a pickle gave to plain data
+
+
+def plain_tree(root: Any) -> dict[str, Any]:
+    """The top level as a dict of plain values; a complete nn.Module becomes its state dict."""
+    settled = _module_tensors(_Settler().settle_all(root))
+    if not isinstance(settled, dict):
+        kind = (
+            f"an object of the class {settled.name[:200]}"
+            if isinstance(settled, Stub)
+            else f"a {type(settled).__name__}"
+        )
+        raise Refused(f"holds {kind}, not a dict of tensors; save a state_dict and use that")
+    require(len(set(map(str, settled))) == len(settled), "is damaged: two of its keys have the same name")
+    return {str(key): _module_tensors(value) for key, value in settled.items()}
+
+
+def _is_module(value: Any) -> bool:
+    if not isinstance(value, Stub) or not isinstance(value.state, dict):
+        return False
+    return all(isinstance(value.state.get(part), dict) for part in _MODULE_PARTS)
+
+
+def _module_tensors(value: Any) -> Any:
+    """What state_dict() of a pickled nn.Module would give, from its stub's state; other values are returned."""
+    if not _is_module(value):
+        return value
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    queue: list[tuple[str, Stub]] = [("", value)]
+    while queue:
+        prefix, module = queue.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        temporary = module.state.get("_non_persistent_buffers_set", ())
+        for name, tensor in (module.state["_parameters"] | module.state["_buffers"]).items():
+            if isinstance(tensor, torch.Tensor) and name not in temporary:
+                tensors[f"{prefix}{name}"] = tensor
+        for name, child in reversed(module.state["_modules"].items()):
+            if _is_module(child) and len(prefix) < 500:
+                queue.append((f"{prefix}{name}.", child))
+    return tensors
+
+
+class _Settler:
+    """Copies a tree, resolves what the machine left open, and weighs what it unfolds to."""
+
+    def __init__(self) -> None:
+        # By id; the first of three is the original, kept so that its id stays its own.
+        self._done: dict[int, tuple[Any, Any, int]] = {}
+        self._open: set[int] = set()
+        self._stubs: list[Stub] = []
+
+    def settle_all(self, root: Any) -> Any:
+        """The tree, then the insides of every stub in it; these may refer to each other."""
+        settled, weight = self._settle(root, 0)
+        if weight > max(_WIDEST, 8 * len(self._done)):
+            raise Refused("is refused, for its nested lists would unfold to millions of items")
+        for stub in self._stubs:  # grows during the loop
+            for part in ("args", "state", "elements", "entries"):
+                setattr(stub, part, self._settle(getattr(stub, part), 0)[0])
+        return settled
+
+    def _settle(self, node: Any, depth: int) -> tuple[Any, int]:
+        """A node as plain data, and its weight: the number of items in it."""
+        if isinstance(node, dict | list | tuple | Stub | Blob):
+            return self._settle_once(node, depth)
+        if isinstance(node, set):
+            return {str(item) if isinstance(item, Stub | Name) else item for item in node}, len(node)
+        if isinstance(node, Name):
+            return (str(DTYPES[name]) if (name := node.qualified) in DTYPES else Stub(name)), 1
+        if isinstance(node, Kind | Unbuilt | Record | Storage):
+            return Stub(f"{type(node).__name__.lower()} without use"), 1
+        return node, 1
+
+    def _settle_once(self, node: Any, depth: int) -> tuple[Any, int]:
+        if id(node) in self._done:
+            return self._done[id(node)][1:]
+        if depth > _DEEPEST or id(node) in self._open:
+            raise Refused("is refused, for its containers are nested without end")
+        self._open.add(id(node))
+        weight, settled = 1, node
+        if isinstance(node, Stub):
+            self._stubs.append(node)
+        elif isinstance(node, Blob):
+            settled = node.value()
+        elif isinstance(node, dict):
+            settled = {}
+            for key, value in node.items():
+                settled[key.qualified if isinstance(key, Name) else key], more = self._settle(value, depth + 1)
+                weight += more
+        else:
+            pairs = [self._settle(item, depth + 1) for item in node]
+            weight += sum(more for _, more in pairs)
+            settled = type(node)(value for value, _ in pairs)
+        self._open.remove(id(node))
+        self._done[id(node)] = node, settled, weight
+        return settled, weight

@@ -1,11 +1,9 @@
 """Protocol buffers and LevelDB tables, as far as TensorFlow's checkpoints need them."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 
-from finetune_mile.checkpoints.readers.contents import Refused
+from finetune_mile.checkpoints.readers.contents import Refused, require
 
 TABLE_MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 
@@ -18,14 +16,11 @@ def varint(data: bytes, position: int) -> tuple[int, int]:
     """A variable-length integer of at most 64 bits, and where it ends."""
     value = 0
     for shift in range(0, 70, 7):
-        if position >= len(data):
-            raise Refused(_DAMAGED)
+        require(position < len(data), _DAMAGED)
         byte = data[position]
         position += 1
         value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            if value >= 1 << 64:
-                break
+        if byte < 0x80 and value < 1 << 64:
             return value, position
     raise Refused(_DAMAGED)
 
@@ -46,8 +41,7 @@ def message(data: bytes) -> Iterator[tuple[int, int | bytes]]:
             count = 8 if wire == 1 else 4
         else:
             raise Refused(_DAMAGED)
-        if count > len(data) - position:
-            raise Refused(_DAMAGED)
+        require(count <= len(data) - position, _DAMAGED)
         yield tag >> 3, data[position : position + count]
         position += count
 
@@ -66,15 +60,15 @@ def raw(value: int | bytes) -> bytes:
     return value
 
 
-def text(value: int | bytes) -> str:
-    """A field that must be a string."""
-    return raw(value).decode("utf-8", "replace")
+def shape(data: bytes) -> list[int]:
+    """The sides of a TensorShapeProto: field 2 is a side, whose field 1 is its length."""
+    sides = [raw(value) for number, value in message(data) if number == 2]
+    return [whole(dict(message(side)).get(1, 0)) for side in sides]
 
 
 def table(data: bytes) -> dict[bytes, bytes]:
     """Every entry of a LevelDB table, whose blocks must follow each other and match their sums."""
-    if len(data) < _FOOTER or data[-8:] != TABLE_MAGIC:
-        raise Refused(_DAMAGED)
+    require(len(data) >= _FOOTER and data[-8:] == TABLE_MAGIC, _DAMAGED)
     footer = len(data) - _FOOTER
     position = footer
     for _ in range(2):  # the meta index's place, which is of no use here
@@ -86,61 +80,47 @@ def table(data: bytes) -> dict[bytes, bytes]:
     for _, handle in _entries(_block(data, offset, size, footer)):
         offset, position = varint(handle, 0)
         size, _ = varint(handle, position)
-        if offset < free:
-            raise Refused(_DAMAGED)
+        require(offset >= free, _DAMAGED)
         free = offset + size + _TRAILER
         for key, value in _entries(_block(data, offset, size, footer)):
-            if key in entries:
-                raise Refused(_DAMAGED)
+            require(key not in entries, _DAMAGED)
             entries[key] = value
     return entries
 
 
 def _block(data: bytes, offset: int, size: int, end: int) -> bytes:
     """A block's contents, if they are plain and as they were written."""
-    if offset + size + _TRAILER > end:
-        raise Refused(_DAMAGED)
-    contents = data[offset : offset + size]
-    kind = data[offset + size]
-    if kind:
-        raise Refused("has a compressed index, which TensorFlow does not write; save it again")
+    require(offset + size + _TRAILER <= end, _DAMAGED)
+    compression = data[offset + size]
+    require(not compression, "has a compressed index, which TensorFlow does not write; save it again")
     (expected,) = struct.unpack_from("<I", data, offset + size + 1)
     if masked_crc(data[offset : offset + size + 1]) != expected:
         raise Refused("is damaged: its index does not match its checksum; fetch it again")
-    return contents
+    return data[offset : offset + size]
 
 
 def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     """The entries of a block; a key gives only how it differs from the key before."""
-    if len(block) < 4:
-        raise Refused(_DAMAGED)
+    require(len(block) >= 4, _DAMAGED)
     (restarts,) = struct.unpack_from("<I", block, len(block) - 4)
     end = len(block) - 4 - 4 * restarts
-    if end < 0:
-        raise Refused(_DAMAGED)
+    require(end >= 0, _DAMAGED)
     body, position, key = block[:end], 0, b""
     while position < end:
         shared, position = varint(body, position)
         fresh, position = varint(body, position)
         count, position = varint(body, position)
-        if shared > len(key) or fresh + count > end - position or shared + fresh > 4096:
-            raise Refused(_DAMAGED)
+        fits = shared <= len(key) and fresh + count <= end - position and shared + fresh <= 4096
+        require(fits, _DAMAGED)
         key = key[:shared] + body[position : position + fresh]
         position += fresh
         yield key, body[position : position + count]
         position += count
 
 
-def _crc_table() -> tuple[int, ...]:
-    rows = []
-    for row in range(256):
-        for _ in range(8):
-            row = (row >> 1) ^ (0x82F63B78 if row & 1 else 0)
-        rows.append(row)
-    return tuple(rows)
-
-
-_CRC = _crc_table()
+_CRC = list(range(256))
+for _ in range(8):
+    _CRC = [(row >> 1) ^ (0x82F63B78 if row & 1 else 0) for row in _CRC]
 
 
 def masked_crc(data: bytes) -> int:

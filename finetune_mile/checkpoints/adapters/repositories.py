@@ -1,0 +1,208 @@
+"""The files of single repositories, most of them in torchvision's names; plain torchvision and timm; and our own."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from finetune_mile.checkpoints.adapters.adapter import (
+    Adapter,
+    Rename,
+    Tensors,
+    Vocabulary,
+    detectron2,
+    renaming,
+    separius,
+    separius_sk,
+    state_dict_of,
+    tensors_of,
+    tops,
+    torchvision,
+    torchvision_or_vit,
+    unwrapped,
+    vit,
+)
+from finetune_mile.checkpoints.init import read_header
+from finetune_mile.checkpoints.readers import Contents
+from finetune_mile.core.types import IMAGENET_MEAN, Preprocess
+from finetune_mile.networks.resnets import Padding
+
+# --------------- our own exports: the header of `model.safetensors` has the config, padding included
+
+
+def _is_own(contents: Contents) -> str | None:
+    config = read_header(contents.metadata)
+    return None if config is None else f"the header names a finetune_mile export of {config['arch']}"
+
+
+OWN = Adapter(
+    recognise=_is_own,
+    unwrap=lambda contents: tensors_of(contents.tree),
+    rename=lambda key: key,  # ours already; the network says which names there are
+    method="finetune_mile",
+    own=True,
+    plain=True,
+)
+
+# ----------------------------------------------------------------- flat torchvision or timm names
+
+
+def _is_torchvision(contents: Contents) -> str | None:
+    weights = state_dict_of(contents)
+    has_trunk = any(torchvision(key) for key in weights if key.startswith("layer1."))
+    if has_trunk and all(torchvision(key) or key.startswith("fc.") for key in weights):
+        return "torchvision names and nothing else"
+    return None
+
+
+def _is_vit(contents: Contents) -> str | None:
+    marks = {"cls_token", "patch_embed.proj.weight", "blocks.0.attn.qkv.weight"}
+    return "names of a vision transformer" if marks <= state_dict_of(contents).keys() else None
+
+
+TORCHVISION = Adapter(
+    recognise=_is_torchvision,
+    unwrap=state_dict_of,
+    rename=renaming(torchvision, classifier="fc", dropped=("fc",)),  # an MLP in the classifier's place is dropped
+    method="torchvision",
+    cifar_stem=None,  # an extracted backbone of solo-learn has the same names
+    plain=True,
+    padding_known=False,
+)
+VIT = Adapter(
+    recognise=_is_vit,
+    unwrap=state_dict_of,
+    rename=renaming(vit, classifier="head", dropped=("head",)),
+    method="vit",
+    plain=True,
+)
+
+# --------------------- MoCo v1 and v2 (`encoder_q`) and v3 (`base_encoder`), as their scripts save
+
+
+def _is_moco(contents: Contents) -> str | None:
+    return "names begin with encoder_q" if "encoder_q" in tops(state_dict_of(contents)) else None
+
+
+def _is_moco_v3(contents: Contents) -> str | None:
+    both = {"base_encoder", "momentum_encoder"} <= tops(state_dict_of(contents))
+    return "names begin with base_encoder and momentum_encoder" if both else None
+
+
+def _rename_moco(encoder: str, *dropped: str) -> Rename:
+    # `fc` is the projection to the embedding (v1: one layer, v2 and v3: an MLP), never a classifier
+    projections = (f"{encoder}.fc", f"{encoder}.head")
+    return renaming(torchvision_or_vit, trunks=(f"{encoder}.",), dropped=(*projections, *dropped))
+
+
+MOCO = Adapter(
+    recognise=_is_moco,
+    unwrap=state_dict_of,
+    rename=_rename_moco("encoder_q", "encoder_k", "queue", "queue_ptr"),
+    method="moco",
+)
+MOCO_V3 = Adapter(
+    recognise=_is_moco_v3,
+    unwrap=state_dict_of,
+    rename=_rename_moco("base_encoder", "momentum_encoder", "predictor"),
+    method="mocov3",
+    small_vit_heads=12,
+)
+
+
+def _is_d2(contents: Contents) -> str | None:
+    model = tensors_of(contents.tree.get("model"))
+    return "detectron2's names, stem and res2" if "stem.conv1.weight" in model else None
+
+
+DETECTRON2 = Adapter(
+    recognise=_is_d2,
+    unwrap=lambda contents: tensors_of(contents.tree.get("model")),
+    rename=renaming(detectron2, dropped=("fc", "stem.fc")),
+    method="moco",
+)
+
+# -------------------- SwAV, DeepCluster-v2 and SeLa-v2: flat release files and training files; PAWS
+
+
+def _is_swav(contents: Contents) -> str | None:
+    weights = state_dict_of(contents)
+    marks = tops(weights) & {"prototypes", "projection_head"}
+    return f"torchvision names beside {' and '.join(sorted(marks))}" if marks and "conv1.weight" in weights else None
+
+
+SWAV = Adapter(
+    recognise=_is_swav,
+    unwrap=state_dict_of,
+    rename=renaming(torchvision, dropped=("prototypes", "projection_head")),
+    method="swav",
+    # their pre-training and their evaluation both divide the red channel by 0.228, not by 0.229
+    preprocess=Preprocess(mean=IMAGENET_MEAN, std=(0.228, 0.224, 0.225)),
+)
+
+
+def _paws_encoder(contents: Contents) -> Tensors:
+    return unwrapped(tensors_of(contents.tree.get("encoder")))
+
+
+PAWS = Adapter(
+    recognise=lambda contents: (
+        "entry encoder in torchvision names" if "conv1.weight" in _paws_encoder(contents) else None
+    ),
+    unwrap=_paws_encoder,
+    rename=renaming(torchvision, classifier="fc", dropped=("fc", "pred")),
+    method="paws",
+)
+
+# --------------------- DINO's training files: the teacher is what it releases, the student is dropped
+
+
+def _dino_teacher(contents: Contents) -> Tensors:
+    return unwrapped(tensors_of(contents.tree.get("teacher")))
+
+
+def _is_dino(contents: Contents) -> str | None:
+    both = _dino_teacher(contents) and tensors_of(contents.tree.get("student"))
+    return "entries teacher and student" if both else None
+
+
+DINO = Adapter(
+    recognise=_is_dino,
+    unwrap=_dino_teacher,
+    rename=renaming(torchvision_or_vit, trunks=("backbone.",), dropped=("head",)),
+    method="dino",
+)
+
+# ------------------------------------------------------------------------- the published MILe code
+
+
+def _mappings(tree: Any) -> Iterator[Tensors]:
+    """The tensors of every mapping in a tree."""
+    if isinstance(tree, Mapping):
+        yield tensors_of(tree)
+        for value in tree.values():
+            yield from _mappings(value)
+
+
+def _mile_model(contents: Contents) -> Tensors:
+    """The state dict with `backbone.module.`, and perhaps `teacher.module.`, wherever it lies."""
+    for tensors in _mappings(contents.tree):
+        if tops(tensors) <= {"backbone", "teacher"} and any(k.startswith("backbone.module.") for k in tensors):
+            return tensors
+    return {}
+
+
+def _mile(vocabulary: Vocabulary, says: str, padding: Padding) -> Adapter:
+    def recognise(contents: Contents) -> str | None:
+        keys = [key.removeprefix("backbone.module.") for key in _mile_model(contents)]
+        if any("mixing_conv" in key for key in keys) != (vocabulary is separius_sk):
+            return None
+        stages = [name for key in keys if (name := vocabulary(key)) and name.startswith("layer1.")]
+        return f"backbone.module.* in {says}" if len(stages) > 5 else None
+
+    rename = renaming(vocabulary, trunks=("backbone.",), classifier="backbone.fc", dropped=("teacher",))
+    return Adapter(recognise=recognise, unwrap=_mile_model, rename=rename, method="mile", padding=padding)
+
+
+MILE = _mile(torchvision, "torchvision names", "torch")
+# That code runs SimCLR-v2's networks as its PyTorch port does, padding mistakes included, and was trained so.
+MILE_SIMCLRV2_SK = _mile(separius_sk, "the names of SimCLR-v2's port, selective kernels", "port")
+MILE_SIMCLRV2 = _mile(separius, "the names of SimCLR-v2's port", "port")
