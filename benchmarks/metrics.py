@@ -16,7 +16,7 @@ from sklearn.metrics import average_precision_score, f1_score, label_ranking_ave
 
 from finetune_mile.measures import metrics
 from finetune_mile.measures.intervals import intervals
-from finetune_mile.measures.scoring import measure
+from finetune_mile.measures.metrics import measure
 
 AP_CLASSES = 100  # scikit-learn would take minutes for all
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor, nn
 
-    from finetune_mile.measures.scoring import Activation
+    from finetune_mile.measures.metrics import Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ def logits_of(
     from accelerate.utils import gather_object
 
     from finetune_mile.images.pipeline import Views, default_workers, normalise
-    from finetune_mile.measures.evaluation import predict
+    from finetune_mile.measures.predictions import predict
 
     world, device = accelerator.num_processes, accelerator.device
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (model.preprocess.mean, model.preprocess.std))

@@ -1,10 +1,10 @@
-"""How sure a number is: bootstrap intervals of means, and the paired difference of two models. N units, M measures."""
+"""Bootstrap intervals of means, and the paired difference of two models. N units (images or classes), M measures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 DRAWS = 1000
-LEVEL = 0.95
 NORMAL = 1.959964  # the 97.5 % quantile of the normal distribution
 BLOCK = 1 << 22  # resampled units that are held at once
 
@@ -20,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Comparison:
     """One measure of model A against model B on the same images (or classes); positive: A is ahead."""
 
     a: float
@@ -32,27 +31,20 @@ class Difference:
     losses: int
     p_value: float  # two-sided sign test
 
-    def to_json(self) -> dict[str, float]:
-        """Plain numbers."""
-        return asdict(self)
 
-
-def intervals(
-    values: Mapping[str, Tensor], *, draws: int = DRAWS, seed: int = 0, level: float = LEVEL
-) -> dict[str, tuple[float, float]]:
-    """Percentile bootstrap intervals of the means: units are drawn again with replacement, `draws` times.
+def intervals(values: Mapping[str, Tensor], *, draws: int = DRAWS, seed: int = 0) -> dict[str, tuple[float, float]]:
+    """Percentile bootstrap intervals (95 %) of the means: units are drawn again with replacement, `draws` times.
 
     Args:
         values: by name, (N,) each, about the same N units; NaN where a unit does not count.
         draws: how many times.
         seed: of the draws.
-        level: 0.95 leaves 2.5 % on each side.
     """
     if not values or not len(next(iter(values.values()))):
         return {}
     matrix = torch.stack([v.double() for v in values.values()], 1).numpy()
     means = resampled_means(matrix, draws=draws, seed=seed)
-    edges = np.nanquantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    edges = np.nanquantile(means, [0.025, 0.975], axis=0)
     return {name: (float(low), float(high)) for name, low, high in zip(values, *edges, strict=True)}
 
 
@@ -88,8 +80,8 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 def compare(
     a: Mapping[str, Tensor], b: Mapping[str, Tensor], *, draws: int = DRAWS, seed: int = 0
-) -> dict[str, Difference]:
-    """A paired comparison: both models are drawn on the same units, so that what is hard for both cancels out.
+) -> dict[str, Comparison]:
+    """A paired comparison: both models are resampled on the same units, so that hard units cancel out.
 
     Args:
         a: by name, (N,) each; NaN where a unit does not count.
@@ -100,16 +92,16 @@ def compare(
     shared = [name for name in a if name in b and bool((~(a[name] + b[name]).isnan()).any())]
     gaps = {name: a[name].double() - b[name].double() for name in shared}
     edges = intervals(gaps, draws=draws, seed=seed)
-    found = {}
+    comparisons = {}
     for name, gap in gaps.items():
         counts = ~gap.isnan()
         wins, losses = int((gap > 0).sum()), int((gap < 0).sum())
-        found[name] = Difference(
+        comparisons[name] = Comparison(
             a=float(a[name][counts].double().mean()), b=float(b[name][counts].double().mean()),
             difference=float(gap.nanmean()), low=edges[name][0], high=edges[name][1],
             wins=wins, losses=losses, p_value=sign_test(wins, losses),
         )  # fmt: skip
-    return found
+    return comparisons
 
 
 def sign_test(wins: int, losses: int) -> float:

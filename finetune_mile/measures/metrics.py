@@ -1,12 +1,14 @@
-"""Measures of predictions against labels and label sets: pure and vectorised. N images, C classes.
+"""From logits and labels to every number of results.json. Pure and vectorised, on the CPU. N images, C classes.
 
-Values are shares in [0, 1]; `scoring` turns them into percent where results.json wants that. True sets are small next
-to the number of classes, so that what needs a ranking sorts the scores once and looks up the true labels only.
+`measure` takes all measures; its values are percent where results.json has percent. The functions below it return
+shares in [0, 1]. True sets are small compared with the number of classes, so rankings sort the scores once and look up
+the true labels only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -14,21 +16,171 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+Activation = Literal["softmax", "sigmoid"]
 SetRule = Literal["threshold", "argmax_or_threshold"]
-BLOCK = 1 << 23  # scores that are looked at in one go
+BLOCK = 1 << 23  # scores that are ranked at once
 BUCKETS = 1 << 14  # rows at least this long are counted in buckets, shorter ones are sorted
 
 Floats = npt.NDArray[np.floating[Any]]
+THRESHOLDS = (0.25, 0.5)
+RULES: tuple[SetRule, ...] = ("threshold", "argmax_or_threshold")
+TABLE_THRESHOLD = 0.25  # of the per-class table
+FIRST = (  # in results.json, before all F1
+    "images", "images_with_label", "accuracy", "chance_accuracy", "majority_accuracy", "main_accuracy", "top5",
+    "coverage@0.25", "images_with_set", "real_acc", "lrap", "trivial_f1",
+)  # fmt: skip
+LAST = ("best_threshold", "map", "recovery_map")
+
+
+@dataclass(slots=True)
+class Measured:
+    """All measures, in the units of results.json. N images, C classes."""
+
+    facts: dict[str, float] = field(default_factory=dict)  # one number
+    samples: dict[str, Tensor] = field(default_factory=dict)  # (N,), NaN where an image does not count: their mean
+    by_class: dict[str, Tensor] = field(default_factory=dict)  # (C,), NaN where a class does not count: their mean
+    table: dict[str, Tensor] = field(default_factory=dict)  # (C,): columns of per_class.csv, no number of results.json
+
+    def results(self) -> dict[str, float]:
+        """The flat dictionary of results.json, without measures that no image or class counts for."""
+        means = {key: float(values.nanmean()) for key, values in (self.samples | self.by_class).items()}
+        every = self.facts | means
+        f1 = [key for key in self.samples if key.startswith("f1")]
+        ordered = dict.fromkeys((*FIRST, *f1, *LAST, *every))
+        return {key: every[key] for key in ordered if key in every and every[key] == every[key]}
+
+
+def measure(
+    logits: Tensor,
+    given: Tensor,
+    truth: Tensor | None,
+    *,
+    activation: Activation,
+    prediction_set: SetRule,
+    rho: float | None,
+    main: Tensor | None = None,
+    thresholds: Sequence[float] = (),
+) -> Measured:
+    """Measure all that the labels allow: percent 0-100, except coverage (labels per image) and recovery_map (0-1).
+
+    Args:
+        logits: (N, C).
+        given: (N,) integers, -1 = unlabelled, or (N, C) of 0 and 1.
+        truth: (N, C) booleans where the true label sets are known; images with an empty set do not count there.
+        activation: how logits become probabilities.
+        prediction_set: the rule of the plain `f1@...` and `coverage@...`; F1 by the other rule has that rule's name.
+        rho: the pseudo-label threshold, for f1@rho.
+        main: (N,) the class of the main object, where it is known.
+        thresholds: more of them for f1@...
+    """
+    probabilities = logits.softmax(1) if activation == "softmax" else logits.sigmoid()
+    measured = Measured(facts={"images": len(logits)})
+    if given.ndim == 1:
+        _given_scores(measured, logits, given)
+    elif truth is None:
+        truth = given > 0
+    if main is not None:
+        measured.samples["main_accuracy"] = 100 * top_k(logits, main, 1).double()
+    predicted = predicted_set(probabilities, 0.25, prediction_set)
+    measured.samples["coverage@0.25"] = count_true(predicted).double()
+    if truth is not None:
+        _set_scores(measured, logits, probabilities, truth, prediction_set, rho, thresholds)
+        if main is not None:  # what a perfect classifier of the main object would have, and no more
+            alone = torch.nn.functional.one_hot(main, logits.shape[1]).bool()
+            measured.facts["main_only_f1"] = 100 * float(sample_f1(alone, truth)[truth.any(1)].mean())
+        scores = logits if activation == "sigmoid" else logits.log_softmax(1)
+        _class_scores(measured, scores, probabilities, given, truth)
+    return measured
+
+
+def _given_scores(measured: Measured, logits: Tensor, given: Tensor) -> None:
+    labelled, num_classes = given >= 0, logits.shape[1]
+    counts = torch.bincount(given[labelled], minlength=num_classes)
+    measured.table["given"] = counts
+    known = int(labelled.sum())
+    if known:  # what guessing reaches, and what always answering the most frequent class does
+        measured.facts |= {"chance_accuracy": 100 / num_classes, "majority_accuracy": 100 * int(counts.max()) / known}
+    if known < len(given):
+        measured.facts["images_with_label"] = float(known)
+    for key, k in (("accuracy", 1), ("top5", 5)):
+        right = torch.where(labelled, 100 * top_k(logits, given, k).double(), torch.nan)
+        measured.samples[key] = right
+        sums = torch.bincount(given[labelled], right[labelled], minlength=num_classes)
+        measured.table[key] = sums / torch.where(counts > 0, counts, torch.nan)
+
+
+def _set_scores(
+    measured: Measured,
+    logits: Tensor,
+    probabilities: Tensor,
+    truth: Tensor,
+    prediction_set: SetRule,
+    rho: float | None,
+    more: Sequence[float],
+) -> None:
+    """The measures of sets: F1 at all thresholds comes from one table of counts."""
+    sizes = count_true(truth)
+    known = sizes > 0
+
+    def percent(values: Tensor) -> Tensor:
+        return torch.where(known, 100 * values.double(), torch.nan)
+
+    best_is_true = top_1_in_set(logits, truth)
+    measured.facts |= {"images_with_set": float(known.sum()), "trivial_f1": 100 * constant_f1(truth[known])[0]}
+    measured.samples |= {"real_acc": percent(best_is_true), "lrap": percent(ranking_precision(logits, truth))}
+    grid = threshold_grid()
+    named = {f"{t:g}": t for t in (*THRESHOLDS, *more)} | ({"rho": rho} if rho is not None else {})
+    thresholds = torch.cat([grid, torch.tensor(list(named.values()))]).unique()  # ascending
+    predicted, hits = threshold_counts(probabilities, truth, thresholds)
+    for rule in RULES:
+        f1 = f1_of_counts(*apply_rule(predicted, hits, best_is_true, rule), sizes.unsqueeze(1))
+        on_grid = torch.isin(thresholds, grid)
+        best = int(torch.where(on_grid, f1[known].mean(0), -1.0).argmax())
+        columns = {name: int(torch.searchsorted(thresholds, torch.tensor(t))) for name, t in named.items()}
+        for name, column in (columns | {"best": best}).items():
+            values = percent(f1[:, column])
+            measured.samples[f"f1_{rule}@{name}"] = values
+            if rule == prediction_set:
+                measured.samples[f"f1@{name}"] = values
+        if rule == prediction_set:
+            measured.facts["best_threshold"] = float(thresholds[best])
+
+
+def _class_scores(measured: Measured, scores: Tensor, probabilities: Tensor, given: Tensor, truth: Tensor) -> None:
+    """Rankings of images for each class: of all true labels, and of those that are not the given one.
+
+    `recovery_map` is the paper's: the labels of the true set without the given one are right, all else is wrong.
+    `recovery_map_others` leaves (image, given label) out of the ranking, so that a perfect model reaches 1.
+    Images without a true set are left out.
+    """
+    known = truth.any(1)
+    scores, truth = scores[known], truth[known]
+    if given.ndim == 1:
+        labels = given[known]
+        is_given = torch.zeros_like(truth).scatter_(1, labels.clamp(min=0).unsqueeze(1), (labels >= 0).unsqueeze(1))
+    else:
+        is_given = given[known] > 0
+    other = truth & ~is_given
+    every, paper, fair = class_precisions(scores, [(truth, None), (other, None), (other, is_given)])
+    measured.by_class |= {"map": 100 * every, "recovery_map": paper, "recovery_map_others": fair}
+    predicted = probabilities[known] > TABLE_THRESHOLD
+    hits, sizes, true = (count_true(flags, 0) for flags in (predicted & truth, predicted, truth))
+    at = f"@{TABLE_THRESHOLD:g}"
+    measured.table |= {
+        "true": true, "average_precision": 100 * every,
+        "other_true": count_true(other, 0), "other_average_precision": 100 * paper,
+        f"found{at}": sizes,
+        f"precision{at}": 100 * hits / torch.where(sizes > 0, sizes, torch.nan),
+        f"recall{at}": 100 * hits / torch.where(true > 0, true, torch.nan),
+        f"f1{at}": 200 * hits / torch.where(sizes + true > 0, sizes + true, torch.nan),
+    }  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------- single measures
 
 
 def top_k(scores: Tensor, labels: Tensor, k: int) -> Tensor:
-    """Is the given label among the k best scores? (N,) booleans.
-
-    Args:
-        scores: (N, C).
-        labels: (N,) integers.
-        k: how many; more than C counts as C.
-    """
+    """Is the given label (N,) among the k best scores of (N, C)? (N,) booleans; a k above C counts as C."""
     best = scores.argmax(1, keepdim=True) if k == 1 else scores.topk(min(k, scores.shape[1]), dim=1).indices
     return (best == labels.unsqueeze(1)).any(1)
 
@@ -40,17 +192,16 @@ def top_1_in_set(scores: Tensor, truth: Tensor) -> Tensor:
 
 def predicted_set(probabilities: Tensor, threshold: float, rule: SetRule) -> Tensor:
     """Classes that count as predicted, (N, C) booleans: p > threshold, or that and the best class."""
-    found = probabilities > threshold
-    if rule == "argmax_or_threshold":
-        found = found.scatter(1, probabilities.argmax(1, keepdim=True), True)
-    return found
+    predicted = probabilities > threshold
+    if rule == "threshold":
+        return predicted
+    return predicted.scatter(1, probabilities.argmax(1, keepdim=True), True)
 
 
 def count_true(flags: Tensor, dim: int = 1) -> Tensor:
-    """How many booleans of each row (N, C) are true, (N,) integers; of each column, (C,), with dim 0."""
-    if flags.device.type == "cpu":  # several times as fast as a sum, which widens every element first
-        return torch.from_numpy(np.count_nonzero(flags.numpy(), axis=dim))
-    return flags.sum(dim)
+    """Number of true elements in each row of (N, C), (N,) integers; in each column, (C,), with dim 0."""
+    # Several times as fast as torch's sum, which widens every element first.
+    return torch.from_numpy(np.count_nonzero(flags.numpy(), axis=dim))
 
 
 def sample_f1(predicted: Tensor, truth: Tensor) -> Tensor:
@@ -76,22 +227,16 @@ def threshold_counts(probabilities: Tensor, truth: Tensor, thresholds: Tensor) -
         truth: (N, C) booleans.
         thresholds: (T,), ascending.
     """
-    wanted = thresholds.to(probabilities).expand(len(probabilities), -1).contiguous()
+    edges = thresholds.to(probabilities).expand(len(probabilities), -1).contiguous()
     true, _ = _listed(probabilities, truth, -torch.inf)
-    rows = (sorted_rows(probabilities), sorted_rows(true))
-    predicted, hits = (row.shape[1] - torch.searchsorted(row, wanted, right=True) for row in rows)
+    predicted, hits = (
+        scores.shape[1] - torch.searchsorted(sorted_rows(scores), edges, right=True) for scores in (probabilities, true)
+    )
     return predicted, hits
 
 
 def apply_rule(predicted: Tensor, hits: Tensor, best_is_true: Tensor, rule: SetRule) -> tuple[Tensor, Tensor]:
-    """Counts (N, T) of {p > threshold} turned into those of a set rule: a set that is empty gets the best class.
-
-    Args:
-        predicted: (N, T).
-        hits: (N, T).
-        best_is_true: (N,) booleans.
-        rule: of predicted_set.
-    """
+    """Turn counts (N, T) of {p > threshold} into those of a set rule; `best_is_true` (N,) is about the best class."""
     if rule == "threshold":
         return predicted, hits
     return predicted.clamp(min=1), torch.where(predicted == 0, best_is_true.long().unsqueeze(1), hits)
@@ -102,53 +247,35 @@ def threshold_grid(steps: int = 99) -> Tensor:
     return torch.linspace(-7, 7, steps).sigmoid()
 
 
-def best_threshold_f1(probabilities: Tensor, truth: Tensor, rule: SetRule, steps: int = 99) -> tuple[float, float]:
-    """The best sample F1 over a grid of thresholds in logit space, and where: (F1, threshold)."""
-    grid = threshold_grid(steps)
-    predicted, hits = threshold_counts(probabilities, truth, grid)
-    predicted, hits = apply_rule(predicted, hits, top_1_in_set(probabilities, truth), rule)
-    scores = f1_of_counts(predicted, hits, count_true(truth).unsqueeze(1)).mean(0)
-    best = int(scores.argmax())
-    return float(scores[best]), float(grid[best])
-
-
 def sorted_rows(scores: Tensor) -> Tensor:
     """Each row (R, M) in ascending order; numpy's sort of values is several times as fast as torch's."""
-    if scores.device.type == "cpu" and scores.dtype is not torch.bfloat16:
-        return torch.from_numpy(np.sort(scores.numpy(), axis=1))
-    return scores.sort(1).values
-
-
-def average_precision(scores: Tensor, positive: Tensor, left_out: Tensor | None = None) -> Tensor:
-    """Average precision of the ranking of each row, (R,); NaN where nothing is positive. Ties share the worst rank.
-
-    For each positive: of all that is scored at least as high, the share that is positive; averaged over positives.
-    Equal to scikit-learn's `average_precision_score` of the row.
-
-    Args:
-        scores: (R, M).
-        positive: (R, M) booleans.
-        left_out: (R, M) booleans, apart from `positive`: neither right nor wrong.
-    """
-    return average_precisions(scores, [(positive, left_out)])[0]
+    return torch.from_numpy(np.sort(scores.numpy(), axis=1))
 
 
 def average_precisions(scores: Tensor, targets: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-    """`average_precision` for several pairs (positive, left_out); the scores are ranked once."""
+    """Average precision of the ranking of each row, (R,), for several kinds of positives; the scores are ranked once.
+
+    For each positive: of all that is scored at least as high, the share that is positive; averaged over positives. NaN
+    where nothing is positive. Ties share the worst rank. Equal to scikit-learn's `average_precision_score` of the row.
+
+    Args:
+        scores: (R, M).
+        targets: pairs (positive, left_out) of (R, M) booleans; what is left out is neither right nor wrong.
+    """
     listed = [_listed(scores, positive, torch.inf) for positive, _ in targets]
     ranks = count_at_least(scores, torch.cat([values for values, _ in listed], 1))
-    found = []
+    precisions = []
     pairs = zip(targets, listed, ranks.split([values.shape[1] for values, _ in listed], 1), strict=True)
     for (_, left_out), (values, sizes), among in pairs:
-        places = torch.arange(values.shape[1], device=scores.device)
+        places = torch.arange(values.shape[1])
         pads = values.shape[1] - sizes.unsqueeze(1)
         hits = _at_least(sorted_rows(values), values) - pads
         if left_out is not None:
             others, _ = _listed(scores, left_out, -torch.inf)
             among = among - _at_least(sorted_rows(others), values)
         precision = torch.where(places < sizes.unsqueeze(1), hits.double() / among.clamp(min=1), 0.0).sum(1)
-        found.append(precision / torch.where(sizes > 0, sizes, torch.nan))
-    return found
+        precisions.append(precision / torch.where(sizes > 0, sizes, torch.nan))
+    return precisions
 
 
 def _listed(scores: Tensor, flags: Tensor, fill: float) -> tuple[Tensor, Tensor]:
@@ -157,16 +284,13 @@ def _listed(scores: Tensor, flags: Tensor, fill: float) -> tuple[Tensor, Tensor]
     sizes = torch.bincount(rows, minlength=len(flags))
     starts = sizes.cumsum(0) - sizes
     shape = (len(flags), int(sizes.max()) if len(sizes) else 0)
-    packed = torch.full(shape, fill, dtype=scores.dtype, device=scores.device)
-    packed[rows, torch.arange(len(rows), device=scores.device) - starts[rows]] = scores[rows, columns]
+    packed = torch.full(shape, fill, dtype=scores.dtype)
+    packed[rows, torch.arange(len(rows)) - starts[rows]] = scores[rows, columns]
     return packed, sizes
 
 
 def where_true(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns of what is true in (N, C), row by row."""
-    if flags.device.type != "cpu":
-        rows, columns = flags.nonzero(as_tuple=True)
-        return rows, columns
+    """Rows and columns of the true elements of (N, C), row by row."""
     flat = torch.from_numpy(np.flatnonzero(flags.contiguous().numpy()))
     width = max(flags.shape[1], 1)
     return flat // width, flat % width
@@ -179,40 +303,40 @@ def _at_least(ordered: Tensor, values: Tensor) -> Tensor:
 
 def count_at_least(scores: Tensor, values: Tensor) -> Tensor:
     """How many scores of each row (R, M) are no less than some of its own scores, or infinity, (R, K): (R, K)."""
-    if scores.device.type != "cpu" or scores.shape[1] < BUCKETS:
+    if scores.shape[1] < BUCKETS:
         return _at_least(sorted_rows(scores), values)
-    found = np.zeros(values.shape, dtype=np.int64)
-    for row, wanted, counts in zip(scores.numpy(), values.numpy(), found, strict=True):
-        real = wanted < np.inf
-        counts[real] = _count_in_long_row(row, wanted[real])
-    return torch.from_numpy(found)
+    counts = np.zeros(values.shape, dtype=np.int64)
+    for row, own, out in zip(scores.numpy(), values.numpy(), counts, strict=True):
+        real = own < np.inf
+        out[real] = _count_in_long_row(row, own[real])
+    return torch.from_numpy(counts)
 
 
-def _count_in_long_row(row: Floats, wanted: Floats) -> npt.NDArray[np.int64]:
-    """How many of (M,) are no less than each of the (K,) of them, K being small: exact, and without a sort of all.
+def _count_in_long_row(row: Floats, values: Floats) -> npt.NDArray[np.int64]:
+    """How many of (M,) are no less than each of a few of its own values (K,): exact, without a sort of all.
 
-    The range is cut into buckets, which are counted; only what shares a bucket with a wanted value is sorted.
+    The range is cut into buckets, which are counted; only elements that share a bucket with a value are sorted.
     """
     low, high = row.min(), row.max()
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         scale = row.dtype.type(BUCKETS - 1) / (high - low)
     if not (np.isfinite(low) and np.isfinite(high) and np.isfinite(scale)):
-        return len(row) - np.searchsorted(np.sort(row), wanted)
-    bucket, wanted_bucket = (((part - low) * scale).astype(np.intp) for part in (row, wanted))
+        return len(row) - np.searchsorted(np.sort(row), values)
+    bucket, value_bucket = (((part - low) * scale).astype(np.intp) for part in (row, values))
     marked = np.zeros(BUCKETS, dtype=bool)
-    marked[wanted_bucket] = True
+    marked[value_bucket] = True
     near = np.sort(row[marked[bucket]])
     counts = np.where(marked, 0, np.bincount(bucket, minlength=BUCKETS))
     above = counts.sum() - counts.cumsum()
-    found: npt.NDArray[np.int64] = len(near) - np.searchsorted(near, wanted) + above[wanted_bucket]
-    return found
+    total: npt.NDArray[np.int64] = len(near) - np.searchsorted(near, values) + above[value_bucket]
+    return total
 
 
 def ranking_precision(scores: Tensor, truth: Tensor) -> Tensor:
     """Label ranking average precision of each image, (N,): free of any threshold; 1 for an empty or a full set."""
     sizes = count_true(truth)
     trivial = (sizes == 0) | (sizes == scores.shape[1])
-    return torch.where(trivial, 1.0, average_precision(scores, truth))
+    return torch.where(trivial, 1.0, average_precisions(scores, [(truth, None)])[0])
 
 
 def class_precisions(scores: Tensor, targets: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
@@ -220,7 +344,7 @@ def class_precisions(scores: Tensor, targets: Sequence[tuple[Tensor, Tensor | No
 
     Args:
         scores: (N, C), comparable between images: probabilities, or their logarithms.
-        targets: pairs (positive, left_out) of average_precision, each (N, C).
+        targets: pairs (positive, left_out) of average_precisions, each (N, C).
     """
     step = max(BLOCK // max(len(scores), 1), 1)
     blocks = []
@@ -241,20 +365,12 @@ def constant_f1(truth: Tensor) -> tuple[float, Tensor]:
     sizes = torch.bincount(rows, minlength=count)
     order = torch.bincount(columns, minlength=num_classes).argsort(descending=True, stable=True)
     place = torch.empty_like(order)
-    place[order] = torch.arange(num_classes, device=truth.device)
+    place[order] = torch.arange(num_classes)
     # Images with sets of one size have one denominator: (sizes, C) hits of the k commonest, k = 1 .. C.
     kinds, kind = sizes.unique(return_inverse=True)
     hits = torch.bincount(kind[rows] * num_classes + place[columns], minlength=len(kinds) * num_classes)
     hits = hits.view(len(kinds), num_classes).cumsum(1)
-    totals = kinds.unsqueeze(1) + torch.arange(1, num_classes + 1, device=truth.device)
+    totals = kinds.unsqueeze(1) + torch.arange(1, num_classes + 1)
     scores = (2 * hits.double() / totals).sum(0) / max(count, 1)
     best = int(scores.argmax())
-    chosen = torch.zeros(num_classes, dtype=torch.bool, device=truth.device)
-    chosen[order[: best + 1]] = True
-    return float(scores[best]), chosen
-
-
-def churn(before: Tensor, now: Tensor) -> float:
-    """Share of pseudo-labels that changed hands between two generations: |A xor B| / |A or B| over all images."""
-    either = (before | now).sum()
-    return float((before ^ now).sum() / either.clamp(min=1))
+    return float(scores[best]), place <= best

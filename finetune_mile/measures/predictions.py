@@ -1,32 +1,103 @@
-"""A model's logits on disk, so that every measure can be taken again without the model: one parquet file.
+"""A model's logits: computed on all processes, and kept on disk so that all measures can be taken again without it.
 
-Columns id, logits (C floats), given, truth and main (class numbers; null where not known). The schema's
-metadata hold the classes, the activation, where model and data came from, and a hash over ids, classes and logits.
+The file is parquet. Columns: id, logits (C floats), given, truth and main (class numbers; null where not known). The
+schema's metadata hold the classes, the activation, where model and data came from, and a hash over ids, classes and
+logits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.measures.scoring import Activation
+from finetune_mile.images.pipeline import Views, batches
+from finetune_mile.measures.metrics import Activation
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 FORMAT = b"finetune_mile.logits"
 ROWS = 4096  # in a row group
 
 
+def pick_probe(size: int, count: int) -> Tensor:
+    """`count` indices spread evenly over `size`: the fixed sample that every generation is evaluated on."""
+    picked: Tensor = torch.linspace(0, size - 1, min(size, count), dtype=torch.float64).round().long().unique()
+    return picked
+
+
+@torch.no_grad()
+def predict(
+    accelerator: Accelerator,
+    network: nn.Module,
+    views: Views,
+    indices: npt.NDArray[np.int64],
+    prepare: Callable[[Tensor], Tensor],
+    *,
+    batch_size: int,
+    workers: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """Logits (len(indices), C) on the CPU, in the order of `indices`, the same on every process.
+
+    Args:
+        accelerator: for devices and processes.
+        network: bare (not wrapped); it is put into eval mode and back.
+        views: the images and their preprocessing.
+        indices: which images.
+        prepare: uint8 images to the network's input.
+        batch_size: images per forward pass of one process.
+        workers: loader processes.
+        tick: called after each batch; it may raise to stop.
+    """
+    was_training = network.training
+    network.eval()
+    rank, world = accelerator.process_index, accelerator.num_processes
+    mine = indices[rank::world]
+    keys = ([(0, int(i)) for i in mine[at : at + batch_size]] for at in range(0, len(mine), batch_size))
+    parts = []
+    for batch in batches(views, keys, workers=workers, pin=False):
+        with accelerator.autocast():
+            parts.append(network(prepare(batch.images)).float())
+        tick()
+    network.train(was_training)
+    return _gather(accelerator, parts, len(indices))
+
+
+def _gather(accelerator: Accelerator, parts: list[Tensor], total: int) -> Tensor:
+    """Weave the processes' rows back into one order; a shorter share is padded, and may even be empty."""
+    world, device = accelerator.num_processes, accelerator.device
+    seen = torch.tensor([sum(map(len, parts)), max((part.shape[1] for part in parts), default=0)], device=device)
+    seen = accelerator.gather(seen.unsqueeze(0))
+    counted, num_classes = int(seen[:, 0].sum()), int(seen[:, 1].max())
+    if counted != total:
+        raise RuntimeError(f"{counted} images were seen, there are {total}: this is a bug, please report it")
+    mine = torch.cat(parts) if parts else torch.zeros(0, num_classes, device=device)
+    if world == 1:
+        return mine.cpu()
+    longest = -(-total // world)
+    padded = nn.functional.pad(mine, (0, 0, 0, longest - len(mine)))
+    gathered = accelerator.gather(padded).unflatten(0, (world, longest))
+    woven: Tensor = gathered.transpose(0, 1).flatten(0, 1)[:total].cpu()
+    return woven
+
+
+# --------------------------------------------------------------------------------------------------------- on disk
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
-    """What a classifier says of N images, C classes, and their labels."""
+    """Logits and labels of N images, C classes."""
 
     ids: Sequence[str]
     classes: tuple[str, ...]
@@ -38,22 +109,22 @@ class Predictions:
     about: dict[str, Any] = field(default_factory=dict)  # model, data, and what else is worth keeping
 
     def digest(self) -> str:
-        """A sha256 over ids, classes, activation and logits."""
+        """SHA-256 over ids, classes, activation and logits."""
         names = json.dumps([list(self.ids), list(self.classes), self.activation]).encode()
-        found = hashlib.sha256(names)
-        found.update(self.logits.float().contiguous().numpy().data)
-        return found.hexdigest()
+        digest = hashlib.sha256(names)
+        digest.update(self.logits.float().contiguous().numpy().data)
+        return digest.hexdigest()
 
 
-def write_predictions(path: Path, found: Predictions) -> None:
-    """Write; the caller sees to it that a half-written file is never taken for a whole one."""
+def write_predictions(path: Path, predictions: Predictions) -> None:
+    """Write the predictions. Not atomic: the caller writes to a temporary path and renames it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    count, width = found.logits.shape
+    count, width = predictions.logits.shape
     facts = {
-        "version": 1, "classes": list(found.classes), "activation": found.activation, "sha256": found.digest(),
-        "one_label": found.given.ndim == 1, "about": found.about,
+        "version": 1, "classes": list(predictions.classes), "activation": predictions.activation,
+        "sha256": predictions.digest(), "one_label": predictions.given.ndim == 1, "about": predictions.about,
     }  # fmt: skip
     schema = pa.schema(
         [
@@ -72,29 +143,28 @@ def write_predictions(path: Path, found: Predictions) -> None:
     ) as writer:  # fmt: skip
         for at in range(0, count, ROWS):
             rows = slice(at, at + ROWS)
-            flat = pa.array(found.logits[rows].float().contiguous().numpy().ravel())
+            flat = pa.array(predictions.logits[rows].float().contiguous().numpy().ravel())
+            unknown = [None] * len(flat[::width])
+            truth, main = predictions.truth, predictions.main
             columns = [
-                pa.array(list(found.ids[rows]), pa.string()),
+                pa.array(list(predictions.ids[rows]), pa.string()),
                 pa.FixedSizeListArray.from_arrays(flat, width),
-                pa.array(_numbers(found.given[rows]), pa.list_(pa.int32())),
-                pa.array(
-                    [None] * len(flat[::width]) if found.truth is None else _numbers(found.truth[rows]),
-                    pa.list_(pa.int32()),
-                ),
-                pa.array([None] * len(flat[::width]) if found.main is None else found.main[rows].tolist(), pa.int32()),
+                pa.array(_numbers(predictions.given[rows]), pa.list_(pa.int32())),
+                pa.array(unknown if truth is None else _numbers(truth[rows]), pa.list_(pa.int32())),
+                pa.array(unknown if main is None else main[rows].tolist(), pa.int32()),
             ]
             writer.write_table(pa.table(columns, schema=schema))
 
 
 def read_predictions(path: Path) -> Predictions:
-    """Read a file of write_predictions; a damaged or foreign file is said to be one."""
+    """Read a file of write_predictions; a damaged or foreign file raises a `Problem`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         table = pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
-        raise Problem(f"{path}: not a whole parquet file of logits ({str(error).splitlines()[0]})") from error
+        raise Problem(f"{path}: not a complete parquet file of logits ({str(error).splitlines()[0]})") from error
     notes = (table.schema.metadata or {}).get(FORMAT)
     if notes is None:
         raise Problem(f"{path}: not a file of logits that `finetune-mile eval` wrote")
@@ -105,14 +175,16 @@ def read_predictions(path: Path) -> Predictions:
     given = _flags(table["given"], len(classes))
     truth = None if table["truth"].null_count else _flags(table["truth"], len(classes))
     known = "main" in table.column_names and not table["main"].null_count  # older files have no such column
-    found = Predictions(
+    if facts["one_label"]:
+        given = torch.where(given.any(1), given.int().argmax(1), -1)
+    predictions = Predictions(
         main=torch.tensor(table["main"].to_pylist()) if known else None,
         ids=table["id"].to_pylist(), classes=classes, logits=logits, truth=truth, activation=facts["activation"],
-        given=_first(given) if facts["one_label"] else given.long(), about=facts["about"],
+        given=given.long(), about=facts["about"],
     )  # fmt: skip
-    if found.digest() != facts["sha256"]:
+    if predictions.digest() != facts["sha256"]:
         raise Problem(f"{path}: its contents do not fit its hash: it was changed or damaged; run eval --model again")
-    return found
+    return predictions
 
 
 def _numbers(labels: Tensor) -> list[list[int]]:
@@ -132,8 +204,3 @@ def _flags(column: Any, num_classes: int) -> Tensor:
     flags = torch.zeros(len(lists), num_classes, dtype=torch.bool)
     flags[rows, torch.from_numpy(lists.flatten().to_numpy().astype(np.int64))] = True
     return flags
-
-
-def _first(flags: Tensor) -> Tensor:
-    """(N,) the one label of each row, -1 without one."""
-    return torch.where(flags.any(1), flags.int().argmax(1), -1)

@@ -1,1 +1,1 @@
-"""What people look at."""
+"""Pages that people read."""

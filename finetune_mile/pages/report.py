@@ -1,4 +1,4 @@
-"""report.html: one self-contained page with the curves, the generations and some images."""
+"""Pages for people: report.html of a run and of a pre-training run, and the model card of an export."""
 
 from __future__ import annotations
 
@@ -7,42 +7,53 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from finetune_mile.config.resolve import to_yaml
+from finetune_mile.config.schema import Recipe
 from finetune_mile.core.files import whole_file
 from finetune_mile.images.index import say_skipped, say_unreadable
-from finetune_mile.measures.names import CLOSING
+from finetune_mile.measures import CLOSING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
+    from finetune_mile.pretraining.session import Session as PretrainSession
     from finetune_mile.training.folder import RunFolder
     from finetune_mile.training.session import Session
 
 INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
 GALLERY = 18
+VIEWED, CELL = 12, 84  # images whose views a pre-training run shows, and about how large
+CARD_MEASURES = ("accuracy", "real_acc", "f1@0.25", "f1@0.5", "trivial_f1", "lrap", "coverage@0.25")
+
+
+def render(template: str, **values: object) -> str:
+    """A page from finetune_mile/pages/templates."""
+    pages = Environment(loader=PackageLoader("finetune_mile.pages"), autoescape=select_autoescape())
+    return pages.get_template(template).render(values)
+
+
+def data_url(png: bytes) -> str:
+    """A PNG as the source of an HTML image."""
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+# --------------------------------------------------------------------------------------------- report.html of a run
 
 
 def write_report(
     session: Session, shown: Tensor, folder: RunFolder, results: dict[str, float], warning: str | None
 ) -> None:
-    """Write report.html into the run folder.
-
-    Args:
-        session: of the run.
-        shown: the learner's logits on the `gallery_images`.
-        folder: of the run.
-        results: of results.json.
-        warning: the first line of the page, where there is one.
-    """
+    """Write report.html into the run folder; `shown` are the learner's logits on the `gallery_images`."""
     unread = [say_skipped(int(results["bad_images"]), Path("bad_images.csv"))] if results.get("bad_images") else []
     unread += [say_unreadable(session.data.unreadable)] if session.data.unreadable else []
     records = folder.metrics()
     plots = {"loss": loss_plot(records), "generations": generation_plot(records), "gate": gate_plot(records)}
-    pages = Environment(loader=PackageLoader("finetune_mile.pages"), autoescape=select_autoescape())
-    html = pages.get_template("report.html").render(
+    html = render(
+        "report.html",
         title=folder.path.name,
         warning=warning,
         recipe=session.recipe,
@@ -61,7 +72,6 @@ def write_report(
 
 
 def plot_figure(columns: int, title: str) -> tuple[Figure, list[Any]]:
-    """A figure with some plots over the steps side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * columns, 3.0), layout="constrained")
@@ -74,14 +84,13 @@ def plot_figure(columns: int, title: str) -> tuple[Figure, list[Any]]:
 
 
 def embed(figure: Figure) -> str:
-    """A figure as the source of an HTML image."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=130)
-    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+    return data_url(stream.getvalue())
 
 
 def loss_plot(records: list[dict[str, Any]]) -> Figure | None:
-    """The training loss, in the colour of who was learning."""
+    """The training loss; the colour tells whether the teacher or the student was trained."""
     lines = [r for r in records if r["kind"] == "train"]
     if not lines:
         return None
@@ -98,17 +107,17 @@ def loss_plot(records: list[dict[str, Any]]) -> Figure | None:
 
 def generation_plot(records: list[dict[str, Any]]) -> Figure | None:
     """Accuracy and F1 of teacher and student at the end of their phases, and the teacher's labels."""
-    looks = [r for r in records if r["kind"] == "evaluation"]
-    labels = [r for r in looks if r.get("labels")]
+    evaluations = [r for r in records if r["kind"] == "evaluation"]
+    labels = [r for r in evaluations if r.get("labels")]
     shown = [(key, name) for key, name in (("accuracy", "accuracy, %"), ("f1@0.25", "F1 at 0.25, %"))
-             if any(key in r for r in looks)]  # fmt: skip
-    if len(looks) < 2 or not shown:
+             if any(key in r for r in evaluations)]  # fmt: skip
+    if len(evaluations) < 2 or not shown:
         return None
     figure, axes = plot_figure(len(shown) + bool(labels), shown[0][1])
     for axis, (key, name) in zip(axes, shown, strict=False):
         axis.set_title(name, loc="left", fontsize=10)
         for role, colour in (("teacher", TEACHER), ("student", STUDENT)):
-            mine = [r for r in looks if r["role"] == role and key in r]
+            mine = [r for r in evaluations if r["role"] == role and key in r]
             axis.plot([r["step"] for r in mine], [r[key] for r in mine], "o-", ms=3, color=colour, label=role)
         axis.legend(frameon=False, fontsize=8)
     if labels:
@@ -122,7 +131,7 @@ def generation_plot(records: list[dict[str, Any]]) -> Figure | None:
 
 
 def gate_plot(records: list[dict[str, Any]]) -> Figure | None:
-    """What `rho: auto` saw before each imitation; a hollow mark is a closed gate."""
+    """What `rho: auto` measured before each imitation; a hollow mark is a closed gate."""
     verdicts = [r for r in records if r["kind"] == "gate"]
     if not verdicts:
         return None
@@ -139,7 +148,7 @@ def gate_plot(records: list[dict[str, Any]]) -> Figure | None:
 
 def gallery_images(session: Session) -> Tensor:
     """Which validation images the report shows: indices (n,)."""
-    from finetune_mile.measures.generations import pick_probe
+    from finetune_mile.measures.predictions import pick_probe
 
     return pick_probe(len(session.data.val), GALLERY)
 
@@ -156,20 +165,103 @@ def gallery(session: Session, logits: Tensor) -> list[dict[str, object]]:
             continue  # an image that cannot be read
         truth = None if val.truth is None else set(val.truth[index].nonzero().flatten().tolist())
         best = [c for c in row.argsort(descending=True).tolist() if row[c] > 0.25][:6]
-        found = [
+        predicted = [
             {"name": classes[c], "p": f"{row[c]:.2f}", "right": None if truth is None else c in truth} for c in best
         ]
         given = val.given[index]
         names = [classes[int(given)]] if given.ndim == 0 else [classes[c] for c in given.nonzero().flatten().tolist()]
         missed = [] if truth is None else [classes[c] for c in sorted(truth - set(best))]
-        picture = _picture(centre_view(val.read(index), session.how))
-        shown.append({"picture": picture, "given": ", ".join(names), "found": found, "missed": missed})
+        picture = data_url(png_of(centre_view(val.read(index), session.how)))
+        shown.append({"picture": picture, "given": ", ".join(names), "found": predicted, "missed": missed})
     return shown
 
 
-def _picture(image: Tensor) -> str:
+def png_of(image: Tensor) -> bytes:
+    """An image (3, H, W) uint8 as a PNG."""
     from PIL import Image
 
     stream = io.BytesIO()
     Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(stream, format="PNG")
-    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+    return stream.getvalue()
+
+
+# -------------------------------------------------------------------------------- report.html of a pre-training run
+
+
+def write_pretrain_report(session: PretrainSession, folder: RunFolder, results: dict[str, Any]) -> None:
+    """Write report.html and views.png into the run folder."""
+    lines = [r for r in folder.metrics() if r["kind"] == "train"]
+    plot, (axis,) = plot_figure(1, "training loss")
+    plot.set_size_inches(9.2, 2.6)
+    axis.plot([r["step"] for r in lines], [r["loss"] for r in lines], "-", lw=1, color=INK)
+    with whole_file(folder.path / "views.png") as part:
+        part.write_bytes(png_of(views_picture(session)))
+    html = render(
+        "pretrain.html",
+        title=folder.path.name,
+        recipe=session.recipe,
+        results={key: value for key, value in results.items() if value is not None},
+        loss=embed(plot),
+        settings=to_yaml(session.recipe),
+    )
+    with whole_file(folder.path / "report.html") as part:
+        part.write_text(html, encoding="utf-8")
+
+
+def views_picture(session: PretrainSession) -> Tensor:
+    """Some images in the first row, and each of their views in a row below: (3, H, W) uint8."""
+    import torch
+
+    count = min(VIEWED, len(session.images))
+    keys = [(0, i) for i in range(count)]
+    images = session.plain().read(keys)[0].images
+    rows = [images.float() / 255, *(view.cpu() for view in session.views(images, keys))]
+    square = (max(CELL // (session.recipe.size or 1), 1) * (session.recipe.size or 1),) * 2
+    rows = [torch.nn.functional.interpolate(row, square) for row in rows]  # nearest: pixels stay pixels
+    framed = [torch.nn.functional.pad(row, (2, 2, 2, 2), value=1.0) for row in rows]
+    sheet = torch.cat([torch.cat(list(row), 2) for row in framed], 1)
+    return (sheet * 255).round().byte()
+
+
+# -------------------------------------------------------------------------------------------- README.md of an export
+
+
+def model_card(recipe: Recipe, config: dict[str, Any], results: dict[str, float], warning: str | None) -> str:
+    """A model card that the hub understands: results as front matter, the warning, and how to load the weights."""
+    metrics = [{"type": key, "value": round(results[key], 2)} for key in CARD_MEASURES if key in results]
+    front = {
+        "library_name": "finetune_mile",
+        "tags": ["image-classification", recipe.method],
+        "model-index": [
+            {
+                "name": f"{config['arch']}-{recipe.method}",
+                "results": [
+                    {
+                        "task": {"type": "image-classification"},
+                        "dataset": {"name": recipe.data, "type": recipe.data},
+                        "metrics": metrics,
+                    }
+                ],
+            }
+        ],
+    }
+    rows = "\n".join(f"| {m['type']} | {m['value']} |" for m in metrics)
+    first = "" if warning is None else f"> **Warning:** {warning}\n\n"
+    return f"""---
+{yaml.safe_dump(front, sort_keys=False)}---
+{first}# {config["arch"]}, {recipe.method} on {recipe.data}
+
+Trained by finetune_mile from `{recipe.init}` on {recipe.fraction:.0%} of the labels, {recipe.steps} steps, seed
+{recipe.seed}. Outputs are {config["activation"]} logits over {config["num_classes"]} classes.
+
+| measure | value |
+|---|---|
+{rows}
+
+```python
+import finetune_mile
+
+model = finetune_mile.load_classifier("export")  # the folder of this file
+print(model.predict("photo.jpg")[:3])  # (class, probability), the most likely class first
+```
+"""

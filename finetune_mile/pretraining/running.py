@@ -13,7 +13,7 @@ from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.images.index import say_skipped
 from finetune_mile.learning.optim import decay_groups, make_optimizer, rate_at
 from finetune_mile.networks.heads import build
-from finetune_mile.pages.pretrain_report import write_report
+from finetune_mile.pages.report import write_pretrain_report
 from finetune_mile.pretraining.looping import Recorder, restore, save, train
 from finetune_mile.pretraining.methods import METHODS
 from finetune_mile.pretraining.session import Session
@@ -111,7 +111,7 @@ def _finish(session: Session, method: nn.Module, folder: RunFolder, before: floa
         "steps": recipe.steps, "images": len(session.images), "bad_images": skipped,
     }  # fmt: skip
     write_checkpoint(folder.path / "export", session, method)
-    write_report(session, folder, results)
+    write_pretrain_report(session, folder, results)
     write_json(folder.path / "results.json", results)
     out = Console(stderr=True, highlight=False, soft_wrap=True)
     k = recipe.neighbours.k

@@ -19,8 +19,7 @@ from finetune_mile.images.index import BadImages, Data, ImageSet
 from finetune_mile.images.order import Key, Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers, normalise
 from finetune_mile.images.splits import one_label_each
-from finetune_mile.measures.evaluation import predict
-from finetune_mile.measures.generations import pick_probe
+from finetune_mile.measures.predictions import pick_probe, predict
 from finetune_mile.pretraining.recipe import Pretrain
 from finetune_mile.pretraining.views import SEEDS, ViewKind, draw, make_view
 

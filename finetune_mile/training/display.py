@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from finetune_mile.measures.names import CLOSING
+from finetune_mile.measures import CLOSING
 
 PLAIN_SECONDS = 10.0  # without a terminal: a line this often
 

@@ -20,8 +20,7 @@ from finetune_mile.learning.loop import StepRecord
 from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.state import Decision
 from finetune_mile.learning.targets import given_matrix
-from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
-from finetune_mile.measures.learned import RATES, LossAlarm
+from finetune_mile.measures.guards import RATES, LabelReport, LossAlarm, guard, inspect_labels
 from finetune_mile.methods import Method
 from finetune_mile.training.display import Display
 from finetune_mile.training.folder import RunFolder, alone

@@ -24,10 +24,9 @@ from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.roles import Roles
 from finetune_mile.learning.state import RunView, State
 from finetune_mile.learning.stores import LabelStore
-from finetune_mile.measures.evaluation import predict
-from finetune_mile.measures.generations import pick_probe
-from finetune_mile.measures.learned import LossAlarm, lower_rates
-from finetune_mile.measures.scoring import measure
+from finetune_mile.measures.guards import LossAlarm, lower_rates
+from finetune_mile.measures.metrics import measure
+from finetune_mile.measures.predictions import pick_probe, predict
 from finetune_mile.training.plan import Plan, labelled_per_batch
 
 PROBE_IMAGES = 1000

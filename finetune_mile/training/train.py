@@ -17,9 +17,8 @@ from finetune_mile.images.index import say_skipped
 from finetune_mile.learning.loop import Average, train
 from finetune_mile.learning.optim import make_optimizer, parameter_groups, rate_at
 from finetune_mile.learning.roles import Roles, copy_into
-from finetune_mile.measures.learned import learned_nothing, lower_rates
-from finetune_mile.pages.model_card import model_card
-from finetune_mile.pages.report import gallery_images, write_report
+from finetune_mile.measures.guards import learned_nothing, lower_rates
+from finetune_mile.pages.report import gallery_images, model_card, write_report
 from finetune_mile.training import resume
 from finetune_mile.training.display import Display, closing_table
 from finetune_mile.training.finish import open_on_main, warn_of_spread, weight_spread, write_labels

@@ -21,17 +21,17 @@ from finetune_mile.core.problems import Problem, tell
 from finetune_mile.core.types import LARGEST_BATCH
 from finetune_mile.images.index import Data, ImageSet, write_list
 from finetune_mile.images.sources import check_truth, load_data, scheme_and_place, split_name
+from finetune_mile.measures import CLOSING
 from finetune_mile.measures.classifiers import columns_for, logits_of, open_classifier, parse_model, run_folder
-from finetune_mile.measures.names import CLOSING
 from finetune_mile.training.folder import environment, next_folder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor
 
-    from finetune_mile.measures.intervals import Difference
+    from finetune_mile.measures.intervals import Comparison
+    from finetune_mile.measures.metrics import Measured
     from finetune_mile.measures.predictions import Predictions
-    from finetune_mile.measures.scoring import Measured
 
 EPILOG = """examples:
   finetune-mile eval --model run:runs/demo-1                        a run, on the data it was trained for
@@ -161,8 +161,8 @@ def main(argv: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """The evaluation itself; from here on torch is needed."""
     from finetune_mile.measures.intervals import compare
+    from finetune_mile.measures.metrics import measure
     from finetune_mile.measures.predictions import read_predictions
-    from finetune_mile.measures.scoring import measure
     from finetune_mile.training import devices
 
     precision = devices.wanted_precision("no")
@@ -429,13 +429,13 @@ def show(results: Mapping[str, float], predictions: Predictions, out: Path) -> N
     Console().print(table, f"{note}{out}", sep="\n", highlight=False, soft_wrap=True)
 
 
-def write_comparison(out: Path, first: Predictions, other: Predictions, differences: Mapping[str, Difference]) -> None:
+def write_comparison(out: Path, first: Predictions, other: Predictions, differences: Mapping[str, Comparison]) -> None:
     """Write comparison.json and show it; positive: the first model is ahead."""
     from rich.console import Console
     from rich.table import Table
 
     names = {"a": first.about["model"], "b": other.about["model"]}
-    measures = {key: difference.to_json() for key, difference in differences.items()}
+    measures = {key: dataclasses.asdict(difference) for key, difference in differences.items()}
     write_json(out / "comparison.json", names | {"measures": measures})
     table = Table(title=f"A {names['a']} - B {names['b']}, paired", title_justify="left", box=None, pad_edge=False)
     for column in ("", "A", "B", "A - B", "95 %", "A ahead", "B ahead", "p (signs)"):

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from finetune_mile.learning.phases import Phase
+from finetune_mile.measures.guards import LossAlarm, learned_nothing, lower_rates
 from finetune_mile.measures.intervals import wilson
-from finetune_mile.measures.learned import LossAlarm, learned_nothing, lower_rates
 from finetune_mile.methods import auto, get_method, loss_of_new_head
 
 ADVICE = lower_rates(0.01, 0.1)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from sklearn.metrics import f1_score, label_ranking_average_precision_score, top_k_accuracy_score
 
 from finetune_mile.measures import metrics
-from finetune_mile.measures.generations import LabelReport, guard, inspect_labels
-from finetune_mile.measures.scoring import measure
+from finetune_mile.measures.guards import LabelReport, guard, inspect_labels
+from finetune_mile.measures.metrics import measure
 
 
 def sample(seed, n=60, c=7, rounding=1):

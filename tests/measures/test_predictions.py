@@ -52,7 +52,7 @@ def test_damaged_and_foreign_files_are_said_to_be_that(tmp_path):
     write_predictions(path, predictions())
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(Problem, match="not a whole parquet file"):
+    with pytest.raises(Problem, match="not a complete parquet file"):
         read_predictions(path)
     pq.write_table(pa.table({"id": ["a"]}), path)
     with pytest.raises(Problem, match="not a file of logits"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score, f1_score, label_ranking_average_precision_score
 
 from finetune_mile.measures import metrics
-from finetune_mile.measures.scoring import measure
+from finetune_mile.measures.metrics import measure
 
 HOW = {"prediction_set": "threshold", "rho": None}
 ROUNDINGS = st.sampled_from([0, 1, 6])  # whole numbers have ties
@@ -97,7 +97,7 @@ def test_recovery_by_hand():
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 9999), ROUNDINGS, st.sampled_from(["threshold", "argmax_or_threshold"]))
 def test_f1_from_counts_equals_f1_of_sets_at_every_threshold(seed, rounding, rule):
-    scores, truth, _ = sample(seed, rounding=rounding)
+    scores, truth, labels = sample(seed, rounding=rounding)
     p = scores.sigmoid()
     thresholds = torch.cat([metrics.threshold_grid(19), p.flatten()[:9]]).unique()  # ties with a threshold too
     counts = metrics.apply_rule(*metrics.threshold_counts(p, truth, thresholds), metrics.top_1_in_set(p, truth), rule)
@@ -108,9 +108,11 @@ def test_f1_from_counts_equals_f1_of_sets_at_every_threshold(seed, rounding, rul
 
     for column, t in enumerate(thresholds.tolist()):
         assert torch.equal(f1[:, column], plain(t))
-    best, where = metrics.best_threshold_f1(p, truth, rule)
-    assert best == pytest.approx(max(float(plain(t).mean()) for t in metrics.threshold_grid().tolist()))
-    assert float(plain(where).mean()) == pytest.approx(best)
+    known = truth.any(1)
+    results = measure(scores, labels, truth, activation="sigmoid", prediction_set=rule, rho=None).results()
+    best = max(float(plain(t)[known].mean()) for t in metrics.threshold_grid().tolist())
+    assert results["f1@best"] == pytest.approx(100 * best)
+    assert float(plain(results["best_threshold"])[known].mean()) == pytest.approx(best)
 
 
 def test_many_labels_and_few_images_need_no_special_case():

@@ -1,18 +1,79 @@
-"""Did a run learn anything? One sentence while the loss rises, one at the end, each with what to type."""
+"""Warnings about a run: its pseudo-labels collapse, its loss rises, it learned nothing. Each says what to try."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from torch import Tensor
 
 from finetune_mile.learning.phases import Phase
 from finetune_mile.measures.intervals import wilson
 
 HeadBias = Literal["zero", "prior"]
+MANY_EMPTY = 0.5  # share of empty sets
+MANY_LABELS = 0.5  # share of all classes that an average image gets
+LOW_RECALL = 0.5  # of the given label, among the pseudo-labels
+HIGH_CHURN = 0.8
 RISE = 3.0  # times the start: training diverges
 FEW_IMAGES = 200  # an interval of 14 points or more
 STEPS = 10  # that the loss must stay there; also the steps that make the start
 RATES = "the learning rate of the network or of its head is too high"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelReport:
+    """A teacher's labels on a fixed sample of the training images."""
+
+    labels_per_image: float
+    empty_share: float
+    given_recall: float
+    churn: float | None  # labels that changed since the generation before, as a share of those in either
+
+
+def inspect_labels(targets: Tensor, given: Tensor, before: Tensor | None) -> tuple[LabelReport, Tensor]:
+    """Describe pseudo-labels; also returns them as booleans (N, C).
+
+    Args:
+        targets: (N, C) that a teacher makes.
+        given: (N, C) given labels.
+        before: (N, C) of the generation before.
+    """
+    labels, known = targets >= 0.5, given.bool()
+    report = LabelReport(
+        labels_per_image=float(labels.sum(1).float().mean()),
+        empty_share=float((~labels.any(1)).float().mean()),
+        given_recall=float((labels & known).sum() / known.sum().clamp(min=1)),
+        churn=None if before is None else float((before ^ labels).sum() / (before | labels).sum().clamp(min=1)),
+    )
+    return report, labels
+
+
+def guard(report: LabelReport, num_classes: int, previous: LabelReport | None) -> list[str]:
+    warnings = []
+    if report.empty_share > MANY_EMPTY:
+        warnings.append(
+            f"{report.empty_share:.0%} of the images get no pseudo-label: the teacher is not sure of anything yet; "
+            "lower rho, or give the first teacher a longer warm-up"
+        )
+    if report.labels_per_image > MANY_LABELS * num_classes:
+        warnings.append(
+            f"{report.labels_per_image:.1f} of {num_classes} labels per image: labels are inflating; raise rho or k_t"
+        )
+    elif previous is not None and report.labels_per_image > 2 * max(previous.labels_per_image, 1.0):
+        warnings.append(
+            f"labels per image went from {previous.labels_per_image:.1f} to {report.labels_per_image:.1f} in one "
+            "generation: raise rho or k_t if this continues"
+        )
+    if report.empty_share <= MANY_EMPTY and report.given_recall < LOW_RECALL:
+        warnings.append(
+            f"only {report.given_recall:.0%} of the given labels are among the pseudo-labels: the first teacher may be "
+            "untrained (raise the warm-up), or set union: true"
+        )
+    if report.churn is not None and report.churn > HIGH_CHURN:
+        warnings.append(f"{report.churn:.0%} of the pseudo-labels changed since the last generation: raise k_t")
+    return warnings
 
 
 def lower_rates(lr: float, head_lr: float | None) -> str:
@@ -32,21 +93,12 @@ class LossAlarm:
     def __init__(
         self,
         *,
-        untrained_loss: Callable[[Phase, int, float, HeadBias], float | None],
+        untrained_loss: Callable[[Phase, int, float, HeadBias], float | None],  # of the method
         num_classes: int,
-        given_labels: float,
+        given_labels: float,  # per labelled training image
         head_bias: HeadBias,
-        advice: str,
+        advice: str,  # the flags that lower the learning rates
     ) -> None:
-        """Start without any loss.
-
-        Args:
-            untrained_loss: the method's: the loss of a phase before the first step, or None.
-            num_classes: C.
-            given_labels: given labels per labelled training image.
-            head_bias: how the bias of the new head starts.
-            advice: the flags that lower the learning rates.
-        """
         self.untrained_loss, self.num_classes, self.given_labels = untrained_loss, num_classes, given_labels
         self.head_bias, self.advice = head_bias, advice
         self.start, self.start_steps = 0.0, 0  # the sum of the first losses on given labels
@@ -63,34 +115,29 @@ class LossAlarm:
             steps: that the mean is over.
             labels: per image, on a teacher's labels; None on given ones.
         """
-        if self.said:
+        if self.said or (step > done and done - steps < STEPS < phase.steps):
             return None
-        if step > done and done - steps < STEPS < phase.steps:
-            return None
-        given = phase.given
-        count = self.given_labels if given else max(labels or 0.0, 1.0)
-        base, of_what = self.untrained_loss(phase, self.num_classes, count, self.head_bias), "that of an untrained head"
+        count = self.given_labels if phase.given else max(labels or 0.0, 1.0)
+        base, kind = self.untrained_loss(phase, self.num_classes, count, self.head_bias), "an untrained head"
         if base is None:
             return None
-        if given and self.start_steps >= STEPS and self.start / self.start_steps < base:
-            base, of_what = self.start / self.start_steps, "that of the first steps"
-        if given and self.start_steps < STEPS:
+        if phase.given and self.start_steps >= STEPS and self.start / self.start_steps < base:
+            base, kind = self.start / self.start_steps, "the first steps"
+        if phase.given and self.start_steps < STEPS:
             self.start, self.start_steps = self.start + steps * loss, self.start_steps + steps
         self.above = self.above + steps if loss > RISE * base else 0
         if self.above < STEPS:
             return None
         self.said = True
         return (
-            f"the loss is {loss:.3g} at step {step}, {loss / base:.0f} times {of_what} ({base:.3g}). "
+            f"the loss is {loss:.3g} at step {step}, {loss / base:.0f} times that of {kind} ({base:.3g}). "
             f"Most likely {RATES}: try {self.advice}."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
         return {key: getattr(self, key) for key in ("start", "start_steps", "above", "said")}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
         for key, value in saved.items():
             setattr(self, key, value)
 
