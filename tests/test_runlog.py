@@ -102,11 +102,11 @@ import sys
 from pathlib import Path
 from finetune_mile.training import train as training
 from finetune_mile.run import main
-play = training.play
-def linked(session, plan, network, teacher, folder, signals):
+train = training.train
+def linked(setup, folder):
     (folder.path / "pseudo_labels").symlink_to(sys.argv[1])
-    return play(session, plan, network, teacher, folder, signals)
-training.play = linked
+    return train(setup, folder)
+training.train = linked
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,40 @@ def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> Non
         tensor.copy_(source[name])
 
 
+def tensors_of(network: nn.Module) -> Weights:
+    """All tensors of a network, also those that a state dict leaves out, such as the queues of pre-training."""
+    return {name: tensor.detach() for name, tensor in (*network.named_parameters(), *network.named_buffers())}
+
+
 def snapshot(network: nn.Module) -> Weights:
     """A copy of a network's tensors that does not follow it."""
-    return {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in tensors_of(network).items()}
+
+
+class Average:
+    """Averaged weights of the learner; they start anew wherever the learner's weights are swapped."""
+
+    def __init__(self, learner: nn.Module, decay: float) -> None:
+        self.learner, self.decay = learner, decay
+        self.weights: Weights = snapshot(learner)
+
+    def restart(self) -> None:
+        copy_into(self.weights, tensors_of(self.learner))
+
+    def update(self) -> None:
+        """Move a little towards the learner; integer buffers follow at once."""
+        for name, tensor in tensors_of(self.learner).items():
+            mine = self.weights[name]
+            if mine.is_floating_point():
+                mine.lerp_(tensor, 1 - self.decay)
+            else:
+                mine.copy_(tensor)
+
+    def network(self) -> nn.Module:
+        """A copy of the learner with the averaged weights."""
+        averaged = copy.deepcopy(self.learner)
+        copy_into(tensors_of(averaged), self.weights)
+        return averaged
 
 
 class Roles:
@@ -32,47 +63,47 @@ class Roles:
     in eval mode; student and init are plain tensors. Only the roles that the phases use take memory.
     """
 
-    def __init__(self, learner: nn.Module, phases: Iterable[Phase], teacher: nn.Module | None = None) -> None:
+    def __init__(self, learner: nn.Module, phases: Sequence[Phase], teacher: nn.Module | None = None) -> None:
         """Start with every role at the learner's weights.
 
         Args:
             learner: the bare network, on its device.
-            phases: what will be played.
+            phases: what will be trained.
             teacher: a network from outside that never learns (distillation), of any architecture.
         """
-        used: set[Role] = {"student"}
-        for phase in phases:
-            used |= {phase.start, *phase.becomes}
+        used = {role for phase in phases for role in (phase.start, *phase.becomes)}
         imitates = any(phase.name == "imitation" for phase in phases)
         self.learner = learner
         self.brought = teacher is not None
         self.teacher = teacher if teacher is not None else copy.deepcopy(learner) if imitates else None
         if self.teacher is not None:
             self.teacher.eval().requires_grad_(False)
-        self.states: dict[Role, Weights] = {role: snapshot(learner) for role in ("init", "student") if role in used}
+        kept: tuple[Role, ...] = ("init", "student")
+        self.states: dict[Role, Weights] = {role: snapshot(learner) for role in kept if role in used}
 
     def weights(self, role: Role) -> Mapping[str, Tensor]:
         """The tensors of a role, not copied."""
         if role != "teacher":
             return self.states[role]
         assert self.teacher is not None
-        return self.teacher.state_dict()
+        return tensors_of(self.teacher)
 
     def enter(self, phase: Phase) -> None:
         """Give the learner the weights that `phase` starts from."""
-        copy_into(self.learner.state_dict(), self.weights(phase.start))
+        if phase.start != "learner":
+            copy_into(tensors_of(self.learner), self.weights(phase.start))
 
     def leave(self, phase: Phase) -> None:
         """Give the learner's weights to the roles that they become."""
         for role in phase.becomes:
-            copy_into(self.weights(role), self.learner.state_dict())
+            copy_into(self.weights(role), tensors_of(self.learner))
 
     def state_dict(self) -> dict[str, Weights]:
         """All that cannot be derived, to be saved; a teacher from outside is loaded anew."""
-        saved: dict[str, Weights] = {"learner": dict(self.learner.state_dict())}
+        saved: dict[str, Weights] = {"learner": tensors_of(self.learner)}
         saved.update({str(role): tensors for role, tensors in self.states.items()})
         if self.teacher is not None and not self.brought:
-            saved["teacher"] = dict(self.teacher.state_dict())
+            saved["teacher"] = tensors_of(self.teacher)
         return saved
 
     def load_state_dict(self, saved: Mapping[str, Weights]) -> None:

@@ -15,7 +15,7 @@ To add a method, write a module with `phases` and add its line to METHODS; every
     targets         (phase, teacher_logits (B, C)) -> labels (B, C) of an imitation; default: phase.values.labels(...)
     loss            (phase, logits, targets, step) -> scalar; default: the loss that the phase names
     untrained_loss  (phase, num_classes, labels, head_bias) -> loss before the first step; None: not comparable
-    State           what it remembers between steps (`learning/state.py`)
+    State           what it remembers between steps (`learning/phases.py`)
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune_mile.core.types import Section
-from finetune_mile.learning.phases import Budget, Phase
-from finetune_mile.learning.state import State, StepView
+from finetune_mile.learning.phases import Budget, MethodState, Phase, RunView, StepView
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +106,7 @@ class Method:
     targets: Callable[[Phase, Tensor], Tensor]
     loss: Callable[[Phase, Tensor, Tensor, StepView], Tensor]
     untrained_loss: Callable[[Phase, int, float, HeadBias], float | None]
-    State: type[State]
+    State: Callable[[RunView], MethodState]
 
     @property
     def block(self) -> str:
@@ -136,7 +135,7 @@ def get_method(name: str) -> Method:
         warnings=getattr(module, "warnings", functools.partial(_always, [])),
         settings=getattr(module, "settings", lambda recipe: getattr(recipe, key, None)),
         phases=module.phases, targets=getattr(module, "targets", labels_of_rule),
-        loss=getattr(module, "loss", named_loss), State=getattr(module, "State", State),
+        loss=getattr(module, "loss", named_loss), State=getattr(module, "State", lambda _: MethodState()),
         untrained_loss=getattr(module, "untrained_loss", loss_of_new_head),
     )  # fmt: skip
 

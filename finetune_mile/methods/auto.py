@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field
 
 from finetune_mile.core.types import Section
-from finetune_mile.learning import state
-from finetune_mile.learning.phases import Budget, Phase
+from finetune_mile.learning.phases import Budget, Decision, MethodState, Phase, RunView, StepView
 from finetune_mile.methods import mile
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def targets(phase: Phase, teacher_logits: Tensor) -> Tensor:
     return labels_above(phase.values.thresholds, phase.values.beta, teacher_logits)
 
 
-def loss(phase: Phase, logits: Tensor, targets: Tensor, step: state.StepView) -> Tensor:
+def loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) -> Tensor:
     """BCE, and on found labels a softmax term on top.
 
     That term does not change when all logits of an image move together, so it keeps the order of the labels and leaves
@@ -141,15 +140,15 @@ def untrained_loss(phase: Phase, num_classes: int, labels: float, head_bias: Lit
     return base + float(phase.values.ce) * softmax
 
 
-class State(state.State):
+class State(MethodState):
     """The decisions so far, and how far the student's output bias was moved."""
 
-    def __init__(self, run: state.RunView) -> None:
-        super().__init__(run)
+    def __init__(self, run: RunView) -> None:
+        self.run = run
         self.verdicts: list[Verdict] = []
         self.shift: Tensor | None = None  # (C,) that the student's bias lies below the teacher's
 
-    def decide(self, phase: Phase) -> state.Decision | None:
+    def decide(self, phase: Phase) -> Decision | None:
         """Judge the teacher before an imitation."""
         import torch
 
@@ -168,7 +167,7 @@ class State(state.State):
             was_open=was_open,
         )  # fmt: skip
         self.verdicts.append(verdict)
-        return state.Decision(
+        return Decision(
             record={key: value for key, value in asdict(verdict).items() if key != "thresholds"},
             sentence=_in_words(verdict, rule),
             warning=None if not verdict.open or phase.steps >= SHORT_IMITATION else

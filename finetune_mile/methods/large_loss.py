@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from finetune_mile.core.types import Section
-from finetune_mile.learning.phases import Budget, Phase, one_interaction
-from finetune_mile.learning.state import StepView
+from finetune_mile.learning.phases import Budget, Phase, StepView, one_interaction
 
 if TYPE_CHECKING:
     from torch import Tensor

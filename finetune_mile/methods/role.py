@@ -14,8 +14,7 @@ from pydantic import Field
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Section
-from finetune_mile.learning import state
-from finetune_mile.learning.phases import Budget, Phase, one_interaction
+from finetune_mile.learning.phases import Budget, MethodState, Phase, RunView, StepView, one_interaction
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +35,7 @@ def phases(block: Block, budget: Budget) -> list[Phase]:
     return one_interaction(budget, "bce", values=block)
 
 
-def loss(phase: Phase, logits: Tensor, targets: Tensor, step: state.StepView) -> Tensor:
+def loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) -> Tensor:
     """Half of the network's loss and half of the estimates', each against the other's outputs held fixed."""
     import torch
 
@@ -55,7 +54,7 @@ def untrained_loss(phase: Phase, num_classes: int, labels: float, head_bias: str
     return None
 
 
-def _side(learner: Tensor, other: Tensor, targets: Tensor, step: state.StepView, expected: float) -> Tensor:
+def _side(learner: Tensor, other: Tensor, targets: Tensor, step: StepView, expected: float) -> Tensor:
     import torch.nn.functional as F
 
     from finetune_mile.learning.losses import bce_entries
@@ -69,13 +68,13 @@ def _side(learner: Tensor, other: Tensor, targets: Tensor, step: state.StepView,
     return entries.sum(1).mean() + excess
 
 
-class State(state.State):
+class State(MethodState):
     """The estimates: logits (M, C) of the M labelled training images, the same on every process."""
 
-    def __init__(self, run: state.RunView) -> None:
+    def __init__(self, run: RunView) -> None:
         import torch
 
-        super().__init__(run)
+        self.run = run
         first = run.given if run.given.ndim == 1 else run.given[:, 0]
         labelled = (first >= 0).nonzero().flatten()
         needed, free = 4 * len(labelled) * run.num_classes, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -97,7 +96,7 @@ class State(state.State):
         """Estimates (B, C) of a batch."""
         return self.estimates[self.row[samples]].to(device).requires_grad_()
 
-    def after_step(self, step: state.StepView, logits: Tensor) -> None:
+    def after_step(self, step: StepView, logits: Tensor) -> None:
         """Move the estimates of the batch of all processes."""
         assert self.change is not None
         rows = step.gather(self.row[step.samples].to(logits.device)).cpu()

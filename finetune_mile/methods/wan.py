@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from finetune_mile.learning.phases import Budget, Phase, one_interaction
-from finetune_mile.learning.state import StepView
+from finetune_mile.learning.phases import Budget, Phase, StepView, one_interaction
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from finetune_mile.pretraining.session import Session as PretrainSession
+    from finetune_mile.pretraining.run import Setup as PretrainSetup
     from finetune_mile.training.folder import RunFolder
-    from finetune_mile.training.session import Session
+    from finetune_mile.training.setup import Setup
 
 INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
 GALLERY = 18
@@ -45,26 +45,26 @@ def data_url(png: bytes) -> str:
 
 
 def write_report(
-    session: Session, shown: Tensor, folder: RunFolder, results: dict[str, float], warning: str | None
+    setup: Setup, shown: Tensor, folder: RunFolder, results: dict[str, float], warning: str | None
 ) -> None:
     """Write report.html into the run folder; `shown` are the learner's logits on the `gallery_images`."""
     unread = [say_skipped(int(results["bad_images"]), Path("bad_images.csv"))] if results.get("bad_images") else []
-    unread += [say_unreadable(session.data.unreadable)] if session.data.unreadable else []
+    unread += [say_unreadable(setup.data.unreadable)] if setup.data.unreadable else []
     records = folder.metrics()
     plots = {"loss": loss_plot(records), "generations": generation_plot(records), "gate": gate_plot(records)}
     html = render(
         "report.html",
         title=folder.path.name,
         warning=warning,
-        recipe=session.recipe,
-        data=session.data.name,
+        recipe=setup.recipe,
+        data=setup.data.name,
         rows=[(key, f"{results[key]:.2f}", unit, meaning) for key, meaning, unit in CLOSING if key in results],
         plots={name: embed(figure) for name, figure in plots.items() if figure is not None},
         verdicts=[r for r in records if r["kind"] == "gate"],
-        gallery=gallery(session, shown),
-        has_truth=session.data.val.truth is not None,
+        gallery=gallery(setup, shown),
+        has_truth=setup.data.val.truth is not None,
         unread=unread,
-        settings=to_yaml(session.recipe),
+        settings=to_yaml(setup.recipe),
         info=folder.info,
     )
     with whole_file(folder.path / "report.html") as part:
@@ -146,19 +146,19 @@ def gate_plot(records: list[dict[str, Any]]) -> Figure | None:
     return figure
 
 
-def gallery_images(session: Session) -> Tensor:
+def gallery_images(setup: Setup) -> Tensor:
     """Which validation images the report shows: indices (n,)."""
     from finetune_mile.measures.predictions import pick_probe
 
-    return pick_probe(len(session.data.val), GALLERY)
+    return pick_probe(len(setup.data.val), GALLERY)
 
 
-def gallery(session: Session, logits: Tensor) -> list[dict[str, object]]:
+def gallery(setup: Setup, logits: Tensor) -> list[dict[str, object]]:
     """Validation images with the given label, the labels found, and the true ones where known; logits (n, C)."""
     from finetune_mile.images.pipeline import centre_view
 
-    val, classes, picked = session.data.val, session.data.classes, gallery_images(session)
-    probabilities = logits.sigmoid() if session.recipe.activation == "sigmoid" else logits.softmax(1)
+    val, classes, picked = setup.data.val, setup.data.classes, gallery_images(setup)
+    probabilities = setup.probabilities(logits)
     shown: list[dict[str, object]] = []
     for row, index in zip(probabilities, picked.tolist(), strict=True):
         if bool(row.isnan().all()):
@@ -171,7 +171,7 @@ def gallery(session: Session, logits: Tensor) -> list[dict[str, object]]:
         given = val.given[index]
         names = [classes[int(given)]] if given.ndim == 0 else [classes[c] for c in given.nonzero().flatten().tolist()]
         missed = [] if truth is None else [classes[c] for c in sorted(truth - set(best))]
-        picture = data_url(png_of(centre_view(val.read(index), session.how)))
+        picture = data_url(png_of(centre_view(val.read(index), setup.viewer.preprocess)))
         shown.append({"picture": picture, "given": ", ".join(names), "found": predicted, "missed": missed})
     return shown
 
@@ -188,35 +188,35 @@ def png_of(image: Tensor) -> bytes:
 # -------------------------------------------------------------------------------- report.html of a pre-training run
 
 
-def write_pretrain_report(session: PretrainSession, folder: RunFolder, results: dict[str, Any]) -> None:
+def write_pretrain_report(setup: PretrainSetup, folder: RunFolder, results: dict[str, Any]) -> None:
     """Write report.html and views.png into the run folder."""
     lines = [r for r in folder.metrics() if r["kind"] == "train"]
     plot, (axis,) = plot_figure(1, "training loss")
     plot.set_size_inches(9.2, 2.6)
     axis.plot([r["step"] for r in lines], [r["loss"] for r in lines], "-", lw=1, color=INK)
     with whole_file(folder.path / "views.png") as part:
-        part.write_bytes(png_of(views_picture(session)))
+        part.write_bytes(png_of(views_picture(setup)))
     html = render(
         "pretrain.html",
         title=folder.path.name,
-        recipe=session.recipe,
+        recipe=setup.recipe,
         results={key: value for key, value in results.items() if value is not None},
         loss=embed(plot),
-        settings=to_yaml(session.recipe),
+        settings=to_yaml(setup.recipe),
     )
     with whole_file(folder.path / "report.html") as part:
         part.write_text(html, encoding="utf-8")
 
 
-def views_picture(session: PretrainSession) -> Tensor:
+def views_picture(setup: PretrainSetup) -> Tensor:
     """Some images in the first row, and each of their views in a row below: (3, H, W) uint8."""
     import torch
 
-    count = min(VIEWED, len(session.images))
+    count = min(VIEWED, len(setup.images))
     keys = [(0, i) for i in range(count)]
-    images = session.plain().read(keys)[0].images
-    rows = [images.float() / 255, *(view.cpu() for view in session.views(images, keys))]
-    square = (max(CELL // (session.recipe.size or 1), 1) * (session.recipe.size or 1),) * 2
+    images = setup.plain().read(keys)[0].images
+    rows = [images.float() / 255, *(view.cpu() for view in setup.views(images, keys))]
+    square = (max(CELL // (setup.recipe.size or 1), 1) * (setup.recipe.size or 1),) * 2
     rows = [torch.nn.functional.interpolate(row, square) for row in rows]  # nearest: pixels stay pixels
     framed = [torch.nn.functional.pad(row, (2, 2, 2, 2), value=1.0) for row in rows]
     sheet = torch.cat([torch.cat(list(row), 2) for row in framed], 1)

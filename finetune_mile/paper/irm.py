@@ -12,8 +12,7 @@ from pydantic import Field
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Amount, Section
-from finetune_mile.learning.phases import Budget, Phase
-from finetune_mile.learning.state import StepView
+from finetune_mile.learning.phases import Budget, Phase, StepView
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune_mile.learning.phases import Phase
-from finetune_mile.learning.state import StepView
+from finetune_mile.learning.phases import Phase, StepView
 from finetune_mile.paper.irm import ACTIVATION, NEEDS, Block, phases, risks_and_slopes, untrained_loss
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ def plan_table(options: argparse.Namespace) -> int:
     states = states_of(jobs, resolve_all(jobs), runs)
 
     from finetune_mile.paper.table_prices import price_cells
-    from finetune_mile.training import devices
+    from finetune_mile.training import processes
 
-    devices.use_threads()
+    processes.use_threads()
     with Console(stderr=True).status("timing a few steps ...") as status:
         offers = price_cells(states, lambda cell: status.update(f"looking at {cell} ..."))
     missing: dict[str, int] = {}

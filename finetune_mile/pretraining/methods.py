@@ -222,8 +222,3 @@ METHODS: dict[str, Callable[[nn.Module, int, recipe.Pretrain, Steps], nn.Module]
     "byol": lambda trunk, features, r, _: BYOL(trunk, features, cast(recipe.BYOL, r.byol), r.steps),
     "swav": lambda trunk, features, r, steps: SwAV(trunk, features, cast(recipe.SwAV, r.swav), steps),
 }
-
-
-def everything(module: nn.Module) -> dict[str, Tensor]:
-    """All tensors of a method by name, also those that a state dict leaves out (queues)."""
-    return dict(module.named_parameters()) | dict(module.named_buffers())

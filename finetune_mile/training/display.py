@@ -17,9 +17,11 @@ PLAIN_SECONDS = 10.0  # without a terminal: a line this often
 class Display:
     """Progress on stderr; quiet on every process but the first."""
 
-    def __init__(self, total_steps: int, first_step: int, *, visible: bool, unit: str = "generation") -> None:
+    def __init__(self, total_steps: int, *, visible: bool, steps_per_epoch: float | None = None) -> None:
+        """A bar over the steps, with the generation, or the epoch where `steps_per_epoch` is given."""
         self.console = Console(stderr=True, quiet=not visible)
-        self.total, self.visible = total_steps, visible
+        self.total, self.steps_per_epoch = total_steps, steps_per_epoch
+        unit = "generation" if steps_per_epoch is None else "epoch"
         self._bar: Progress | None = None
         self._labels: TaskID | None = None
         if self.console.is_terminal and visible:
@@ -28,11 +30,9 @@ class Display:
                 BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]:,.0f} images/s"),
                 TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn(), console=self.console,
             )  # fmt: skip
-            self._task = self._bar.add_task(
-                "", total=total_steps, completed=first_step, phase="start", generation=0, speed=0.0, loss="-"
-            )
-        self._last = time.monotonic()
-        self._began, self._first = self._last, first_step
+            self._task = self._bar.add_task("", total=total_steps, phase="start", generation=0, speed=0.0, loss="-")
+        self._last = self._began = time.monotonic()
+        self._first = 0
 
     def __enter__(self) -> Display:
         if self._bar is not None:
@@ -45,6 +45,13 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
 
+    def begin(self, step: int) -> None:
+        """The run goes on after `step` steps."""
+        self._last = self._began = time.monotonic()
+        self._first = step
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
     def say(self, sentence: str, *, style: str | None = None) -> None:
         """A line above the bar."""
         self.console.print(sentence, style=style, highlight=False, soft_wrap=True)
@@ -54,7 +61,8 @@ class Display:
         self.say(f"warning: {sentence}", style="yellow")
 
     def step(self, step: int, phase: str, generation: int, speed: float, loss: float | None) -> None:
-        """Move on."""
+        if self.steps_per_epoch is not None:
+            generation = int(step / self.steps_per_epoch)
         shown = "-" if loss is None else f"{loss:.3f}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, phase=phase, generation=generation, speed=speed, loss=shown)

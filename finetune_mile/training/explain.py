@@ -18,19 +18,18 @@ from finetune_mile.learning.phases import Phase, trace
 from finetune_mile.training.plan import Plan
 
 if TYPE_CHECKING:
-    from finetune_mile.checkpoints.loading import LoadReport
-    from finetune_mile.training.session import Session
+    from finetune_mile.training.setup import Setup
 
 SHOWN_PHASES = 8
 PIPED_WIDTH = 240  # columns where no terminal says how many there are: a setting is a line
 
 
-def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport, *, full: bool) -> None:
+def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
     """Print the run: a few lines, or with `full` also every setting and the first phases."""
     out = Console(stderr=not full, highlight=False, soft_wrap=True)
     if full and not out.is_terminal:
         out.width = max(out.width, PIPED_WIDTH)
-    recipe, world = session.recipe, session.accelerator.num_processes
+    recipe, plan, report, world = setup.recipe, setup.plan, setup.report, setup.accelerator.num_processes
     if full:
         out.print(settings_table(resolved.recipe, resolved.said_by, resolved.sources))
         out.print(_phases(plan.phases))
@@ -38,18 +37,18 @@ def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport
         out.print(f"trace   {_runs(steps[:400])}{' ...' if len(steps) > 400 else ''}")
     out.print(f"recipe  {resolved.path.name} ({resolved.why})")
     out.print(
-        f"init    {session.card.name}: {report.arch}, {report.format} ({report.why}); "
+        f"init    {setup.card.name}: {report.arch}, {report.format} ({report.why}); "
         f"{len(report.loaded)} tensors loaded, {len(report.reset)} new, {len(report.dropped)} ignored"
     )
-    labelled, everything = len(session.pools.indices["labelled"]), len(session.pools.images)
-    aside = len(session.pools.calibration)
+    labelled, everything = len(setup.pools.indices["labelled"]), len(setup.pools.images)
+    aside = len(setup.pools.calibration)
     out.print(
-        f"data    {session.data.name}: {labelled:,} of {everything:,} training images keep their label, "
+        f"data    {setup.data.name}: {labelled:,} of {everything:,} training images keep their label, "
         f"{f'{aside:,} are held out for rho: auto, ' if aside else ''}"
-        f"{len(session.data.val):,} to evaluate on, {session.num_classes:,} classes"
+        f"{len(setup.data.val):,} to evaluate on, {setup.num_classes:,} classes"
     )
-    if session.data.unreadable:
-        sentence = f"warning: --data {recipe.data}: {say_unreadable(session.data.unreadable)}"
+    if setup.data.unreadable:
+        sentence = f"warning: --data {recipe.data}: {say_unreadable(setup.data.unreadable)}"
         out.print(sentence, style="yellow", markup=False)
     share = recipe.batch_size // (world * recipe.accumulate)
     out.print(
@@ -60,7 +59,7 @@ def explain(resolved: Resolved, session: Session, plan: Plan, report: LoadReport
     )
     out.print(
         f"batch   {recipe.batch_size} = {world} process{'es' if world > 1 else ''} x {recipe.accumulate} x {share}, "
-        f"on {session.accelerator.device} with {_threads()} threads, precision {recipe.precision}"
+        f"on {setup.accelerator.device} with {_threads()} threads, precision {recipe.precision}"
     )
 
 

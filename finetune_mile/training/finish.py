@@ -1,21 +1,66 @@
-"""What a finished run leaves behind: the labels it found, and the certainty that all processes agree."""
+"""What a finished run leaves behind: results, the labels it found, the export, the report."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
+from rich.console import Console
 from torch import Tensor, nn
 
-from finetune_mile.core.files import whole_file
-from finetune_mile.training.folder import RunFolder, environment
+from finetune_mile.checkpoints.exporting import write_export
+from finetune_mile.core.files import whole_file, write_json
+from finetune_mile.images.index import say_skipped
+from finetune_mile.measures.guards import learned_nothing, lower_rates
+from finetune_mile.pages.report import gallery_images, model_card, write_report
+from finetune_mile.training.display import closing_table
+from finetune_mile.training.folder import RunFolder
+from finetune_mile.training.setup import Setup
 
 LABEL_BATCH = 65536  # rows written at once
+
+
+def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
+    """Score the student on everything and write what a run leaves behind."""
+    recipe, data, viewer = setup.recipe, setup.data, setup.viewer
+    results = setup.evaluate(learner, None)
+    labelled = setup.pools.indices["labelled"]
+    logits = viewer.outputs(learner, setup.pools.images, labelled) if recipe.evaluate.labels else None
+    shown = viewer.outputs(learner, data.val, gallery_images(setup).numpy())
+    if not setup.accelerator.is_main_process:  # what follows is files only; no process waits for another
+        return
+    skipped = len(viewer.bad.read())
+    results |= {"bad_images": skipped, "unreadable_files": sum(data.unreadable.values())}
+    write_json(folder.path / "results.json", results)
+    warning = learned_nothing(
+        results, steps=recipe.steps or 0, data=recipe.data,
+        advice=lower_rates(recipe.optimizer.lr, recipe.optimizer.head_lr),
+    )  # fmt: skip
+    if logits is not None:
+        good = ~logits.isnan().all(1)
+        labelled = labelled[good.numpy()]
+        ids = [setup.pools.images.ids[i] for i in labelled]
+        given = setup.pools.images.given[torch.from_numpy(labelled)]
+        probabilities = setup.probabilities(logits[good])
+        write_labels(folder.path / "labels.parquet", ids, given, probabilities, data.classes, recipe.rho or 0.25)
+    config = {
+        "arch": recipe.arch or setup.card.arch, "padding": setup.card.padding, "num_classes": len(data.classes),
+        "classes": list(data.classes), **viewer.preprocess.model_dump(mode="json"),
+        "activation": recipe.activation, "init": recipe.init, "method": recipe.method,
+    }  # fmt: skip
+    write_export(folder.path / "export", learner, config)
+    with whole_file(folder.path / "export/README.md") as part:
+        part.write_text(model_card(recipe, config, results, warning), encoding="utf-8")
+    write_report(setup, shown, folder, results, warning)
+    title = f"{recipe.method} on {data.name}: results on {int(results['images']):,} validation images"
+    out = Console(stderr=True)
+    if warning is not None:
+        out.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    out.print(closing_table(results, title))
+    if skipped:
+        out.print(say_skipped(skipped, viewer.bad.path), markup=False, highlight=False, soft_wrap=True)
+    out.print(f"\n{folder.path / 'report.html'}")
 
 
 def write_labels(
@@ -58,66 +103,3 @@ def _names(given: Tensor, classes: tuple[str, ...]) -> list[list[str]]:
     if given.ndim == 1:
         return [[classes[label]] if label >= 0 else [] for label in given.tolist()]
     return [[classes[c] for c in row.nonzero().flatten().tolist()] for row in given > 0]
-
-
-def weight_spread(network: nn.Module) -> float:
-    """By how much the processes' weights differ, relative; all processes call it.
-
-    Sums are compared, on the CPU in double precision (MPS has none): any difference moves them.
-    """
-    total = sum(float(p.detach().cpu().double().abs().sum()) for p in network.parameters())
-    sums: list[float] = gather_object([total])
-    return (max(sums) - min(sums)) / max(max(sums), 1e-30)
-
-
-def warn_of_spread(spread: float) -> dict[str, object]:
-    """Warn where the processes ended with different weights, after the results are written; facts for run.json."""
-    if spread == 0:
-        return {}
-    sys.stderr.write(
-        f"warning: the processes ended with different weights (sums differ by {spread:.1e}, relative). The export has "
-        "those of the first process. A tiny difference can come from unlike GPUs; otherwise please report it.\n"
-    )
-    return {"processes_differ": spread}
-
-
-def open_on_main(
-    accelerator: Accelerator,
-    path: Path,
-    recipe: str,
-    notes: Mapping[str, Callable[[], object]],
-    facts: Mapping[str, object],
-    *,
-    resume: bool,
-    overwrite: bool,
-) -> RunFolder:
-    """A run folder that the first process makes, or completes where it is resumed.
-
-    Args:
-        accelerator: for processes.
-        path: where it is.
-        recipe: its recipe.yaml.
-        notes: name.json to its content.
-        facts: for run.json, beside machine, versions and processes.
-        resume: the run was made before.
-        overwrite: replace a run.
-    """
-
-    def every_fact() -> dict[str, object]:
-        here = {"world_size": accelerator.num_processes, "device": str(accelerator.device)}
-        return {**facts, **here, "threads": torch.get_num_threads(), **environment()}
-
-    if accelerator.is_main_process:
-        if resume:
-            run = RunFolder.reopen(path)
-            run.complete(notes, every_fact)
-            began, now = run.info["world_size"], accelerator.num_processes
-            if began != now:
-                sys.stderr.write(
-                    f"warning: {path} began with {began} processes and continues with {now}; sums are rounded in "
-                    "another order, so the weights will differ in their last digits\n"
-                )
-        else:
-            RunFolder.create(path, recipe, overwrite=overwrite, notes=notes, facts=every_fact)
-    accelerator.wait_for_everyone()
-    return RunFolder.reopen(path)

@@ -17,11 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune_mile.config.resolve import flat, read_yaml
 from finetune_mile.core.files import load_yaml_file, locked, whole_file, write_json
 from finetune_mile.core.problems import Problem
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 KEPT_CHECKPOINTS = 2
 MADE_BY = {"made_by": "finetune_mile"}  # the mark in run.json of a folder that a run made
@@ -279,6 +282,49 @@ def _discard(part: Path) -> None:
     remove_written(part, (*WRITTEN, "run.json", LOCK))
     if not any(part.iterdir()):
         part.rmdir()
+
+
+def open_on_main(
+    accelerator: Accelerator,
+    path: Path,
+    recipe: str,
+    notes: Mapping[str, Callable[[], object]],
+    facts: Mapping[str, object],
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> RunFolder:
+    """A run folder that the first process makes, or completes where it is resumed.
+
+    Args:
+        accelerator: for processes.
+        path: where it is.
+        recipe: its recipe.yaml.
+        notes: name.json to its content.
+        facts: for run.json, beside machine, versions and processes.
+        resume: the run was made before.
+        overwrite: replace a run.
+    """
+    import torch
+
+    def every_fact() -> dict[str, object]:
+        here = {"world_size": accelerator.num_processes, "device": str(accelerator.device)}
+        return {**facts, **here, "threads": torch.get_num_threads(), **environment()}
+
+    if accelerator.is_main_process:
+        if resume:
+            run = RunFolder.reopen(path)
+            run.complete(notes, every_fact)
+            began, now = run.info["world_size"], accelerator.num_processes
+            if began != now:
+                sys.stderr.write(
+                    f"warning: {path} began with {began} processes and continues with {now}; sums are rounded in "
+                    "another order, so the weights will differ in their last digits\n"
+                )
+        else:
+            RunFolder.create(path, recipe, overwrite=overwrite, notes=notes, facts=every_fact)
+    accelerator.wait_for_everyone()
+    return RunFolder.reopen(path)
 
 
 def environment() -> dict[str, object]:

@@ -21,56 +21,56 @@ from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.roles import Roles
 from finetune_mile.learning.stores import Block, LabelStore, encode
 from finetune_mile.training.folder import remove_written
-from finetune_mile.training.session import Session
+from finetune_mile.training.setup import Setup
 
 BLOCK = 32768  # images whose logits are held at a time: 131 MB with 1,000 classes
 ROWS = 2048  # of them become targets at a time
 
 
 def pool_labeller(
-    session: Session, roles: Roles, run: Path, progress: Callable[..., None]
+    setup: Setup, roles: Roles, run: Path, progress: Callable[..., None]
 ) -> Callable[[Phase], LabelStore]:
     """A function that gives the teacher's labels of a phase's pool, on plain views.
 
     Args:
-        session: data and device.
+        setup: data and device.
         roles: who is the teacher.
         run: the run folder.
         progress: told (generation, images labelled, images=in the pool) after each batch.
     """
 
     def label(phase: Phase) -> LabelStore:
-        pool = session.pools.indices[phase.pool]
+        pool = setup.pools.indices[phase.pool]
         parts = [pool[at : at + BLOCK] for at in range(0, len(pool), BLOCK)]
         folder = run / f"pseudo_labels/generation-{phase.generation}"
-        if session.accelerator.is_main_process:
+        if setup.accelerator.is_main_process:
             _make_room(folder)
-        mark = _mark(session, roles, phase)
+        mark = _mark(setup, roles, phase)
         paths = [folder / f"block-{number:05d}.safetensors" for number in range(len(parts))]
         marks = [f"{mark} {hashlib.sha256(part.tobytes()).hexdigest()}" for part in parts]
         blocks = [_read(*block) for block in zip(paths, marks, strict=True)]
-        known = _known_everywhere(session, blocks)
+        known = _known_everywhere(setup, blocks)
         done = sum(len(part) for part, is_known in zip(parts, known, strict=True) if is_known)
         for number, part in enumerate(parts):
             if not known[number]:
                 tell = partial(progress, phase.generation, images=len(pool))
-                blocks[number] = _label_block(session, roles, phase, part, _Ticks(session, done, tell))
-                if session.accelerator.is_main_process:
+                blocks[number] = _label_block(setup, roles, phase, part, _Ticks(setup, done, tell))
+                if setup.accelerator.is_main_process:
                     _write(paths[number], blocks[number], marks[number])
                 done += len(part)
-        rows = torch.full((len(session.pools.images),), -1, dtype=torch.int32)
+        rows = torch.full((len(setup.pools.images),), -1, dtype=torch.int32)
         rows[torch.from_numpy(pool)] = torch.arange(len(pool), dtype=torch.int32)
-        return LabelStore(rows, blocks, BLOCK, session.num_classes)
+        return LabelStore(rows, blocks, BLOCK, setup.num_classes)
 
     return label
 
 
-def _label_block(session: Session, roles: Roles, phase: Phase, part: Indices, tick: Callable[[], None]) -> Block:
+def _label_block(setup: Setup, roles: Roles, phase: Phase, part: Indices, tick: Callable[[], None]) -> Block:
     assert roles.teacher is not None
-    logits = session.logits(roles.teacher, session.pools.images, part, tick)
+    logits = setup.viewer.outputs(roles.teacher, setup.pools.images, part, tick)
     for some in logits.split(ROWS):  # in place, for the memory
         unread = some.isnan().all(1, keepdim=True)  # they have no labels, also where the rule would take the best one
-        some.copy_(session.recipe.playing.targets(phase, some).masked_fill(unread, 0.0))
+        some.copy_(setup.recipe.playing.targets(phase, some).masked_fill(unread, 0.0))
     return encode(logits, soft=phase.soft)
 
 
@@ -84,10 +84,16 @@ def _make_room(folder: Path) -> None:
         part.unlink()
 
 
-def _mark(session: Session, roles: Roles, phase: Phase) -> str:
+def _mark(setup: Setup, roles: Roles, phase: Phase) -> str:
     """A hash of all that a label depends on, except for which images there are."""
     assert roles.teacher is not None
-    what = (phase.values, phase.loss, session.num_classes, session.recipe.precision, session.how.model_dump_json())
+    what = (
+        phase.values,
+        phase.loss,
+        setup.num_classes,
+        setup.recipe.precision,
+        setup.viewer.preprocess.model_dump_json(),
+    )
     digest = hashlib.sha256(repr(what).encode())
     for name, tensor in roles.teacher.state_dict().items():
         digest.update(name.encode())
@@ -96,7 +102,7 @@ def _mark(session: Session, roles: Roles, phase: Phase) -> str:
 
 
 def _read(path: Path, mark: str) -> Block:
-    """A block from an earlier session; an empty one where there is none, or one of another teacher."""
+    """A block from an earlier setup; an empty one where there is none, or one of another teacher."""
     if not path.is_file():
         return {}
     try:
@@ -113,20 +119,20 @@ def _write(path: Path, block: Block, mark: str) -> None:
         save_file(block, part, metadata={"mark": mark})
 
 
-def _known_everywhere(session: Session, blocks: list[Block]) -> list[bool]:
+def _known_everywhere(setup: Setup, blocks: list[Block]) -> list[bool]:
     """Which blocks every process has read: all of them label a block together, or none."""
-    mine = torch.tensor([bool(block) for block in blocks], dtype=torch.int32, device=session.accelerator.device)
-    readers: list[int] = session.accelerator.reduce(mine, reduction="sum").tolist()
-    return [count == session.accelerator.num_processes for count in readers]
+    mine = torch.tensor([bool(block) for block in blocks], dtype=torch.int32, device=setup.accelerator.device)
+    readers: list[int] = setup.accelerator.reduce(mine, reduction="sum").tolist()
+    return [count == setup.accelerator.num_processes for count in readers]
 
 
 class _Ticks:
-    """Called after each batch: lets the session stop, and tells how many images all processes have labelled."""
+    """Called after each batch: lets the setup stop, and tells how many images all processes have labelled."""
 
-    def __init__(self, session: Session, done: int, tell: Callable[[int], None]) -> None:
-        self.session, self.done, self.tell = session, done, tell
+    def __init__(self, setup: Setup, done: int, tell: Callable[[int], None]) -> None:
+        self.setup, self.done, self.tell = setup, done, tell
 
     def __call__(self) -> None:
-        self.session.tick()
-        self.done += self.session.recipe.batch_size
+        self.setup.viewer.tick()
+        self.done += self.setup.recipe.batch_size
         self.tell(self.done)

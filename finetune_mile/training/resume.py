@@ -16,8 +16,7 @@ from accelerate.utils import broadcast_object_list
 
 from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
-from finetune_mile.learning.loop import Average
-from finetune_mile.learning.roles import Roles
+from finetune_mile.learning.loop import Loop
 from finetune_mile.training.folder import RunFolder
 
 
@@ -44,26 +43,6 @@ def restore_random_states(accelerator: Accelerator, states: dict[str, Any]) -> N
     random.setstate((version, tuple(internal), gauss_next))
     if "cuda" in states and accelerator.device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], accelerator.device)
-
-
-def save(
-    folder: RunFolder,
-    accelerator: Accelerator,
-    *,
-    step: int,
-    roles: Roles,
-    optimizer: torch.optim.Optimizer,
-    average: Average | None,
-    extra: dict[str, Any],
-) -> None:
-    """Write the checkpoint of `step` of a run with roles; all processes call it."""
-    content = {
-        "roles": roles.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "average": None if average is None else average.weights,
-        "extra": extra,
-    }
-    write(folder, accelerator, step, content)
 
 
 def write(folder: RunFolder, accelerator: Accelerator, step: int, content: dict[str, Any]) -> None:
@@ -157,29 +136,24 @@ def _read(path: Path, run: str | None) -> dict[str, Any]:
     return content
 
 
-def restore(
-    content: dict[str, Any],
-    accelerator: Accelerator,
-    *,
-    roles: Roles,
-    optimizer: torch.optim.Optimizer,
-    average: Average | None,
-) -> int:
-    """Put everything back as it was; returns the step."""
-    roles.load_state_dict(content["roles"])
-    optimizer.load_state_dict(content["optimizer"])
-    if average is not None:
-        from finetune_mile.learning.roles import copy_into
+def restore(loop: Loop, folder: RunFolder, seed: int) -> tuple[int, dict[str, Any] | None]:
+    """Put a loop back to the newest good checkpoint: the steps done, and what the monitor kept there.
 
-        copy_into(average.weights, content["average"])
-    return restore_process(content, accelerator)
-
-
-def restore_process(content: dict[str, Any], accelerator: Accelerator) -> int:
-    """Put back what belongs to the process rather than to the network; returns the step."""
-    if accelerator.scaler is not None and content["scaler"] is not None:
-        accelerator.scaler.load_state_dict(content["scaler"])
-    states = content["random"]
-    if len(states) == accelerator.num_processes:
-        restore_random_states(accelerator, states[accelerator.process_index])
-    return int(content["step"])
+    0 and None where there is no checkpoint; what was recorded after it is forgotten.
+    """
+    accelerator = loop.accelerator
+    content = load_together(folder, accelerator)
+    step, extra = 0, None
+    if content is None:
+        torch.manual_seed(seed + accelerator.process_index)  # dropout differs between processes
+    else:
+        loop.load_state_dict(content)
+        if accelerator.scaler is not None and content["scaler"] is not None:
+            accelerator.scaler.load_state_dict(content["scaler"])
+        states = content["random"]
+        if len(states) == accelerator.num_processes:
+            restore_random_states(accelerator, states[accelerator.process_index])
+        step, extra = int(content["step"]), content["extra"]
+    if accelerator.is_main_process:
+        folder.rewind(step)
+    return step, extra

@@ -163,10 +163,10 @@ def run(options: argparse.Namespace) -> int:
     from finetune_mile.measures.intervals import compare
     from finetune_mile.measures.metrics import measure
     from finetune_mile.measures.predictions import read_predictions
-    from finetune_mile.training import devices
+    from finetune_mile.training import processes
 
-    precision = devices.wanted_precision("no")
-    accelerator = devices.start(precision=precision, seed=options.seed, track="none", project=str(options.out))
+    precision = processes.wanted_precision("no")
+    accelerator = processes.start(precision=precision, seed=options.seed, track="none", project=str(options.out))
     first = read_predictions(options.logits) if options.logits else predict_with(options.model, options, accelerator)
     if options.truth is not None:
         first = _with_truth(first, options.truth)

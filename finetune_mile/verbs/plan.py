@@ -53,9 +53,9 @@ def main(argv: list[str]) -> int:
     given = parse(rest)
     resolved, known = resolve_anywhere(given_settings(given), options.sets)
     from finetune_mile.pricing.making import make_offer
-    from finetune_mile.training import devices
+    from finetune_mile.training import processes
 
-    devices.use_threads()
+    processes.use_threads()
     offer = make_offer(resolved.recipe)
     sys.stdout.write(describe(resolved, offer, known))
     return 0

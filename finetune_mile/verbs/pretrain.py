@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from finetune_mile.config.flags import Parser, given_settings, read_flags
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.sources import load_data, split_name
-from finetune_mile.pretraining.recipe import Method
-from finetune_mile.pretraining.settings import Resolved, check, resolve
+from finetune_mile.images.sources import split_name
+from finetune_mile.pretraining.recipe import Method, Resolved, check, resolve
 from finetune_mile.training.folder import check_free, next_folder, resumed_recipe
+
+if TYPE_CHECKING:
+    from finetune_mile.pretraining.run import Setup
 
 SETTINGS = ("recipe", "method", "data", "arch", "steps", "batch_size", "lr", "seed")
 
@@ -70,31 +72,33 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
 
 def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     """The run itself; from here on torch is needed."""
-    from finetune_mile.images.index import BadImages
-    from finetune_mile.pretraining.describing import describe
-    from finetune_mile.pretraining.running import make_method, open_folder, play
-    from finetune_mile.pretraining.session import Session, with_size
-    from finetune_mile.training import devices
-    from finetune_mile.training.monitor import Signals
+    from finetune_mile.pretraining.run import open_folder, set_up, train
+    from finetune_mile.training.processes import Signals
 
-    recipe = resolved.recipe
-    precision = devices.wanted_precision(recipe.precision)
-    accelerator = devices.start(precision=precision, seed=recipe.seed, track="none", project=str(path))
-    if recipe.batch_size % accelerator.num_processes:
-        raise Problem(f"--batch-size {recipe.batch_size} must be a multiple of processes = {accelerator.num_processes}")
-    data = load_data(recipe.data)
-    if len(data.train) < 2:
-        raise Problem(f"--data {recipe.data}: {len(data.train)} images; views can only be told apart among several")
-    recipe = with_size(recipe, data.train).model_copy(update={"precision": precision})
     with Signals() as signals:
-        session = Session(
-            recipe=recipe, accelerator=accelerator, data=data, tick=signals.raise_if_caught,
-            bad=BadImages(path / "bad_images.csv", recipe.data),
-        )  # fmt: skip
-        method = make_method(session)
-        if accelerator.is_main_process:
-            describe(resolved, session, method, full=options.explain)
+        setup = set_up(resolved.recipe, path, signals)
+        if setup.accelerator.is_main_process:
+            describe(resolved, setup, full=options.explain)
         if options.explain:
             return 0
-        folder = open_folder(session, path, resume=options.resume is not None, overwrite=options.overwrite)
-        return play(session, method, folder, signals)
+        folder = open_folder(setup, path, resume=options.resume is not None, overwrite=options.overwrite)
+        return train(setup, folder)
+
+
+def describe(resolved: Resolved, setup: Setup, *, full: bool) -> None:
+    """Print the run: a few lines, or with `full` also every setting."""
+    from rich.console import Console
+
+    from finetune_mile.training.explain import settings_table
+
+    out = Console(stderr=not full, highlight=False, soft_wrap=True)
+    recipe, world, count = setup.recipe, setup.accelerator.num_processes, len(setup.images)
+    if full:
+        out.print(settings_table(recipe, resolved.said_by, {}))
+    weights = sum(p.numel() for p in setup.trunk.parameters())
+    out.print(f"recipe  {resolved.path.name} ({resolved.why})")
+    out.print(f"data    {setup.viewer.data.name}: {count:,} images without their labels")
+    out.print(f"network {recipe.arch}, {weights:,} weights, at {recipe.size} pixels")
+    epochs = recipe.steps / setup.plan.steps_per_epoch
+    out.print(f"method  {recipe.method}: {recipe.steps:,} steps = {epochs:.1f} epochs")
+    out.print(f"batch   {recipe.batch_size} images in {world} process{'es' if world > 1 else ''}")

@@ -97,8 +97,8 @@ def play(folder):
 if __name__ == "__main__":
     from accelerate import Accelerator
 
-    from finetune_mile.training import train as training
+    from finetune_mile.training import finish
 
     Accelerator.end_training = lambda self: None  # it would part the processes after the first mode
-    training.write_report = lambda *anything: None  # half of the time of a run this small
+    finish.write_report = lambda *anything: None  # half of the time of a run this small
     play(Path(sys.argv[1]))

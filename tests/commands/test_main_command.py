@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from PIL import Image
 from shortcuts import ROOT
 
 from finetune_mile.run import main
-from finetune_mile.training.monitor import Watch
 
 sys.path.append(str(ROOT / "tests/checkpoints"))
 from material import unpack
@@ -67,7 +65,7 @@ def flags(weights, imagenet, tmp_path):
     ]
 
 
-def test_it_explains_trains_stops_resumes_and_evaluates(flags, imagenet, tmp_path, monkeypatch, capsys):
+def test_it_explains_trains_stops_resumes_and_evaluates(flags, imagenet, tmp_path, monkeypatch, capsys, stop_at):
     assert main([*flags, "--explain"]) == 0
     printed = capsys.readouterr().out
     assert "simclrv2-large.yaml (no --recipe: simclrv2 weights on ImageNet)" in printed
@@ -76,17 +74,11 @@ def test_it_explains_trains_stops_resumes_and_evaluates(flags, imagenet, tmp_pat
     assert "IMAGENET_DIR" in printed
     assert "1,000 of 10,000 training images keep their label" in printed
 
-    out, on_step = tmp_path / "run", Watch.__call__
-
-    def stop_at_step_1(self, record):
-        if record.step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        on_step(self, record)
-
-    monkeypatch.setattr("finetune_mile.training.session.PROBE_IMAGES", 8)
-    with monkeypatch.context() as patch:
-        patch.setattr(Watch, "__call__", stop_at_step_1)
-        assert main([*flags, "--out", str(out)]) == 143
+    out = tmp_path / "run"
+    monkeypatch.setattr("finetune_mile.training.setup.PROBE_IMAGES", 8)
+    stop_at(1)
+    assert main([*flags, "--out", str(out)]) == 143
+    stop_at(None)
     assert json.loads((out / "run.json").read_text())["status"] == "stopped"
     assert f"data: imagenet:{imagenet}" in (out / "recipe.yaml").read_text()
     assert main(["--resume", str(out)]) == 0

@@ -146,9 +146,9 @@ def test_what_only_the_data_can_tell(flags, sentence, tmp_path, capsys):
 
 def test_finding_16_processes_that_differ_get_their_results_and_a_warning(run_demo, monkeypatch, capsys):
     """The check of equal weights raised before the results were written, and again on every resume."""
-    from finetune_mile.training import finish as outcome
+    from finetune_mile.training import processes
 
-    monkeypatch.setattr(outcome, "gather_object", lambda totals: [totals[0], totals[0] * (1 + 1e-9)])
+    monkeypatch.setattr(processes, "gather_object", lambda totals: [totals[0], totals[0] * (1 + 1e-9)])
     out = run_demo("run", *SHORT_MILE)
     assert (out / "results.json").is_file()
     assert (out / "export/model.safetensors").is_file()

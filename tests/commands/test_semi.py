@@ -35,21 +35,21 @@ def settings(*pairs):
 @pytest.fixture
 def seen(monkeypatch):
     """The given labels of every batch that is drawn, by pool, and how many images were labelled in blocks."""
-    from finetune_mile.training.session import Session
+    from finetune_mile.training.setup import Setup
 
     found = {"labels": [], "blocks": []}
-    feed, label_block = Session.feed, labelling._label_block
+    feed, label_block = Setup.feed, labelling._label_block
 
     def recording(self, pool, first_step):
         for batch in feed(self, pool, first_step):
             found["labels"].append((pool, batch.labels))
             yield batch
 
-    def counting(session, roles, phase, part, tick):
+    def counting(setup, roles, phase, part, tick):
         found["blocks"].append((phase.generation, len(part)))
-        return label_block(session, roles, phase, part, tick)
+        return label_block(setup, roles, phase, part, tick)
 
-    monkeypatch.setattr(Session, "feed", recording)
+    monkeypatch.setattr(Setup, "feed", recording)
     monkeypatch.setattr(labelling, "_label_block", counting)
     return found
 
@@ -114,10 +114,10 @@ from finetune_mile.training import labelling
 from finetune_mile.run import main
 labelling.BLOCK = 64
 label_block = labelling._label_block
-def die(session, roles, phase, part, tick):
-    if (session.bad.path.parent / "pseudo_labels/generation-0/block-00001.safetensors").exists():
+def die(setup, roles, phase, part, tick):
+    if (setup.viewer.bad.path.parent / "pseudo_labels/generation-0/block-00001.safetensors").exists():
         os.kill(os.getpid(), signal.SIGKILL)
-    return label_block(session, roles, phase, part, tick)
+    return label_block(setup, roles, phase, part, tick)
 labelling._label_block = die
 main({[*SOFT, "--out", str(tmp_path / "killed")]!r})
 """  # fmt: skip
@@ -202,12 +202,12 @@ def test_a_bar_and_lines_tell_how_far_the_labels_are(monkeypatch, capsys):
     from finetune_mile.training import display
 
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with display.Display(10, 0, visible=True) as bar:
+    with display.Display(10, visible=True) as bar:
         bar.labels(3, 40, images=100)
         assert [(task.fields["phase"], task.completed) for task in bar._bar.tasks] == [("start", 0), ("labels", 40)]
         bar.labels(3, 104, images=100)  # the last batch is not full
         assert [task.fields["phase"] for task in bar._bar.tasks] == ["start"]
     monkeypatch.delenv("FORCE_COLOR")
     monkeypatch.setattr(display, "PLAIN_SECONDS", -1.0)
-    display.Display(10, 0, visible=True).labels(3, 40, images=100)
+    display.Display(10, visible=True).labels(3, 40, images=100)
     assert "labels of generation 3: 40 of 100 images" in capsys.readouterr().err

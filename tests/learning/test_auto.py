@@ -16,8 +16,7 @@ from finetune_mile.images.splits import hold_out, make_pools
 from finetune_mile.learning import evidence
 from finetune_mile.learning.evidence import Verdict, clear_misses, labels_above, lee_liu
 from finetune_mile.learning.losses import bce
-from finetune_mile.learning.phases import Budget, Phase
-from finetune_mile.learning.state import StepView
+from finetune_mile.learning.phases import Budget, Phase, StepView
 from finetune_mile.methods import auto, mile
 from finetune_mile.run import main
 

@@ -10,8 +10,7 @@ from shortcuts import SHORT, losses
 
 from finetune_mile.checkpoints.classifier import load_with_head
 from finetune_mile.core.problems import Problem
-from finetune_mile.learning.phases import Budget, Phase
-from finetune_mile.learning.state import StepView
+from finetune_mile.learning.phases import Budget, Phase, StepView
 from finetune_mile.methods import get_method
 from finetune_mile.run import main
 

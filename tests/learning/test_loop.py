@@ -100,19 +100,20 @@ def test_a_stop_after_any_step_changes_nothing(run_demo, tmp_path, stop_at, flag
 
 
 def test_a_kill_right_after_an_evaluation_does_not_record_it_twice(run_demo, tmp_path, monkeypatch):
-    from finetune_mile.training import monitor as watch
+    from finetune_mile.training.monitor import LabelMonitor
+    from finetune_mile.training.processes import Stopped
 
     flags = [*SHORT_MILE, "--set", "evaluate.every=5"]
     whole, killed = run_demo("whole", *flags), tmp_path / "killed"
-    look = watch.Watch.look
+    evaluate = LabelMonitor.evaluate
 
-    def look_and_die(self, step, phase, *, ended):
-        look(self, step, phase, ended=ended)
+    def evaluate_and_die(self, step, phase, *, ended):
+        evaluate(self, step, phase, ended=ended)
         if step in (6, 10):  # the end of a phase, and inside of one
-            raise watch.Stopped(9)
+            raise Stopped(9)
 
     arguments = [*flags, "--out", str(killed)]
-    monkeypatch.setattr(watch.Watch, "look", look_and_die)
+    monkeypatch.setattr(LabelMonitor, "evaluate", evaluate_and_die)
     assert main(arguments) == 137
     monkeypatch.undo()
     assert main(["--resume", str(killed)]) == 0

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 from shortcuts import SHORT, losses
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.learning.phases import Budget
-from finetune_mile.learning.state import RunView, StepView
+from finetune_mile.learning.phases import Budget, RunView, StepView
 from finetune_mile.measures.guards import LossAlarm
 from finetune_mile.methods import get_method, role
 from finetune_mile.run import main

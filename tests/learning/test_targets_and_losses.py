@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_mile.learning.loop import label_counts
-from finetune_mile.learning.losses import bce, cross_entropy
-from finetune_mile.learning.targets import given_matrix
+from finetune_mile.learning.losses import bce, cross_entropy, given_matrix
 from finetune_mile.methods.pseudo_labels import Argmax, Soften, Threshold
 
 LOGITS = torch.tensor([[2.0, -2.0, 0.1], [-3.0, -3.0, -2.0], [0.5, 0.6, -9.0]])

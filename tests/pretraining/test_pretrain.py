@@ -13,9 +13,8 @@ from shortcuts import losses
 
 from finetune_mile.checkpoints.loading import load_network
 from finetune_mile.cli import main
-from finetune_mile.pretraining.looping import Recorder
 from finetune_mile.run import main as finetune
-from finetune_mile.verbs import pretrain as verb
+from finetune_mile.training.monitor import Monitor
 
 HEADS = {
     "simclr": {"projection_head"},
@@ -49,14 +48,14 @@ def whole(tmp_path_factory):
 
 def after_step(monkeypatch, number, action):
     """Do something when a run has done so many steps."""
-    call = Recorder.__call__
+    on_step = Monitor.on_step
 
-    def patched(self, step, loss, share):
-        if step == number:
+    def patched(self, record):
+        if record.step == number:
             action()
-        call(self, step, loss, share)
+        on_step(self, record)
 
-    monkeypatch.setattr(Recorder, "__call__", patched)
+    monkeypatch.setattr(Monitor, "on_step", patched)
 
 
 def equal(one, other):
@@ -119,14 +118,16 @@ def test_a_trunk_with_group_norm_goes_on_too(tmp_path):
 
 
 def test_labels_change_nothing(tmp_path, whole, monkeypatch):
-    load = verb.load_data
+    from finetune_mile.pretraining import run as pretraining
+
+    load = pretraining.load_data
 
     def unlabelled(name):
         data = load(name)
         hidden = dataclasses.replace(data.train, given=torch.full_like(data.train.given, -1))
         return dataclasses.replace(data, train=hidden)
 
-    monkeypatch.setattr(verb, "load_data", unlabelled)
+    monkeypatch.setattr(pretraining, "load_data", unlabelled)
     other = pretrain(tmp_path / "other", *flags_of("simclr"))
     assert equal(whole("simclr"), other)
     assert json.loads((other / "results.json").read_text())["neighbours"] is None

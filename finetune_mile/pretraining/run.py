@@ -1,0 +1,299 @@
+"""A pre-training run: its set-up, what is learned from views, and what it leaves behind. The loop is the only one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import tee
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from lightly.utils.benchmarking import knn_predict
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn.functional import normalize as unit
+
+from finetune_mile.config.resolve import to_yaml
+from finetune_mile.core.files import whole_file, write_json
+from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Pool, Preprocess
+from finetune_mile.images.index import BadImages, ImageSet, say_skipped
+from finetune_mile.images.order import Key, Order, micro_batches
+from finetune_mile.images.pipeline import Augmentation, Views, batches
+from finetune_mile.images.sources import load_data
+from finetune_mile.images.splits import one_label_each
+from finetune_mile.learning.loop import Loop, StepRecord
+from finetune_mile.learning.optim import decay_groups, make_optimizer, rate_at
+from finetune_mile.learning.phases import MethodState, Phase
+from finetune_mile.learning.roles import Roles
+from finetune_mile.measures.guards import lower_rates
+from finetune_mile.measures.predictions import pick_probe
+from finetune_mile.networks.heads import build
+from finetune_mile.pages.report import write_pretrain_report
+from finetune_mile.pretraining.methods import METHODS, Learner
+from finetune_mile.pretraining.recipe import Pretrain
+from finetune_mile.pretraining.views import SEEDS, ViewKind, draw, make_view
+from finetune_mile.training import resume
+from finetune_mile.training.display import Display
+from finetune_mile.training.folder import RunFolder, open_on_main
+from finetune_mile.training.monitor import Monitor, recorded
+from finetune_mile.training.plan import Plan
+from finetune_mile.training.processes import Signals, start, wanted_precision, warn_of_spread, weight_spread
+from finetune_mile.training.setup import Viewer
+
+CHECKPOINT = "checkpoint.ckpt"
+WHOLE = Augmentation(crop="none", scale=(1.0, 1.0), shift=0, flip=False)  # nothing is lost before views are cut out
+BLOCK = 1024  # images read at once
+FEATURE_BATCH = 256  # images per forward pass of a process
+
+
+@dataclass(slots=True, kw_only=True)
+class Setup:
+    """A pre-training run before its first step. S is `source_size`, s is `size`."""
+
+    recipe: Pretrain  # its sizes are known
+    viewer: Viewer
+    plan: Plan
+    method: nn.Module  # the network and what its method puts around it
+    stored: Tensor | None = None  # (N, 3, S, S) uint8: all images, where they fit into memory
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.viewer.accelerator
+
+    @property
+    def images(self) -> ImageSet:
+        """What is trained on; its labels are not looked at."""
+        return self.viewer.data.train
+
+    @property
+    def trunk(self) -> nn.Module:
+        return self.method.get_submodule("backbone")
+
+    def plain(self) -> Views:
+        """Whole training images, as views are cut out of them."""
+        preprocess = self.viewer.preprocess.model_copy(update={"size": self.recipe.source_size})
+        record = partial(self.viewer.bad.add, "train", self.images.ids)
+        return Views(self.images, preprocess, WHOLE, self.recipe.seed, on_bad=record)
+
+    def store_images(self) -> None:
+        """Read all images once, where they fit into memory."""
+        side, count = self.recipe.source_size or 1, len(self.images)
+        if count * 3 * side * side > self.recipe.keep_megabytes * 2**20:
+            return
+        keys = ([(0, i) for i in range(at, min(at + BLOCK, count))] for at in range(0, count, BLOCK))
+        self.stored, at = torch.empty(count, 3, side, side, dtype=torch.uint8), 0
+        for batch in batches(self.plain(), keys, workers=self.viewer.workers, pin=False):
+            self.stored[at : at + len(batch.images)] = batch.images
+            at += len(batch.images)
+            self.viewer.tick()
+
+    def feed(self, pool: Pool, first_step: int) -> Iterator[list[Tensor]]:
+        """The normalised views of this process's part of each batch, from a step on, without end."""
+        del pool
+        order = Order(np.arange(len(self.images)), SEEDS * self.recipe.seed)
+        mine, theirs = tee(
+            micro_batches(
+                order, first_step=first_step, batch_size=self.recipe.batch_size, accumulate=1,
+                rank=self.accelerator.process_index, world=self.accelerator.num_processes,
+            )
+        )  # fmt: skip
+        if self.stored is not None:
+            stored = self.stored
+            sources = (stored[torch.tensor([sample for _, sample in keys])] for keys in theirs)
+        else:
+            pin = self.accelerator.device.type == "cuda"
+            read = batches(self.plain(), theirs, workers=self.viewer.workers, pin=pin)
+            sources = (batch.images for batch in read)
+        device, recipe = self.accelerator.device, self.recipe
+        mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (recipe.mean, recipe.std))
+        for images, keys in zip(sources, mine, strict=False):
+            views = (view.sub_(mean).div_(std) for view in self.views(images, keys))
+            yield [view.contiguous(memory_format=torch.channels_last) for view in views]
+
+    def views(self, images: Tensor, keys: list[Key]) -> list[Tensor]:
+        """All views, floats in [0, 1], of images (B, 3, S, S) uint8: two large ones, then the small ones."""
+        device, settings, local = self.accelerator.device, self.recipe.views, self.recipe.local_views
+        kinds = [ViewKind(how=settings, area=settings.area, size=self.recipe.size or 1)] * 2
+        kinds += [ViewKind(how=settings, area=local.area, size=local.size)] * local.count if local else []
+        images = images.to(device, non_blocking=True)
+        draws = (draw(self.recipe.seed, keys, view).to(device) for view in range(len(kinds)))
+        return [make_view(images, d, kind) for d, kind in zip(draws, kinds, strict=True)]
+
+    def rate(self, step: int) -> float:
+        """The share of the base learning rate that step `step` (from 0) is taken with."""
+        settings = self.recipe.optimizer
+        warmup = self.plan.steps(settings.warmup)
+        return rate_at(step, total_steps=self.plan.total_steps, schedule=settings.schedule, warmup=warmup)
+
+    def neighbours(self) -> float | None:
+        """Accuracy in per cent of k nearest neighbours on the trunk's features; None where there are no labels."""
+        settings, data = self.recipe.neighbours, self.viewer.data
+        bank, bank_labels = self._features(data.train, settings.bank)
+        queries, labels = self._features(data.val, settings.queries)
+        if not len(bank) or not len(queries):
+            return None
+        votes = knn_predict(
+            queries, bank.T, bank_labels, num_classes=len(data.classes), knn_k=min(settings.k, len(bank)),
+            knn_t=settings.temperature,
+        )  # fmt: skip
+        return round(100 * float((votes[:, 0] == labels).float().mean()), 3)
+
+    def _features(self, images: ImageSet, limit: int) -> tuple[Tensor, Tensor]:
+        """Unit features (n, D) and labels (n,) of up to `limit` labelled images that can be read."""
+        labels = one_label_each(images.given)
+        labelled = (labels >= 0).nonzero().flatten()
+        if not len(labelled):
+            return torch.zeros(0, 1), labelled
+        picked = labelled[pick_probe(len(labelled), limit)]
+        features = self.viewer.outputs(self.trunk, images, picked.numpy())
+        good = ~features.isnan().all(1)
+        return unit(features[good], dim=1), labels[picked][good]
+
+
+@dataclass(slots=True, kw_only=True)
+class ViewObjective:
+    """The self-supervised loss of the views of a batch."""
+
+    accelerator: Accelerator
+    network: nn.Module  # prepared
+    learner: Learner  # the same, bare
+
+    def begin(self, phase: Phase) -> None:
+        del phase
+
+    def backward(self, views: list[Tensor], record: StepRecord, parts: int) -> None:
+        self.learner.begin_step(record.step)
+        loss = self.learner.loss(self.network(views)) / parts
+        self.accelerator.backward(loss)
+        self.learner.end_backward()
+        record.loss += loss.detach()
+        record.images += len(views[0])
+
+
+def set_up(recipe: Pretrain, path: Path, signals: Signals) -> Setup:
+    """Start the processes, open the data and build the network with random weights; nothing is written."""
+    precision = wanted_precision(recipe.precision)
+    accelerator = start(precision=precision, seed=recipe.seed, track="none", project=str(path))
+    world = accelerator.num_processes
+    if recipe.batch_size % world:
+        raise Problem(f"--batch-size {recipe.batch_size} must be a multiple of processes = {world}")
+    data = load_data(recipe.data)
+    if len(data.train) < 2:
+        raise Problem(f"--data {recipe.data}: {len(data.train)} images; views can only be told apart among several")
+    size = recipe.size or min(data.train.read(0).shape[-2:])
+    sizes = {"size": size, "source_size": recipe.source_size or size, "precision": precision}
+    recipe = recipe.model_copy(update=sizes)
+    viewer = Viewer(
+        accelerator=accelerator, signals=signals, data=data, seed=recipe.seed, wanted_workers=recipe.workers,
+        preprocess=Preprocess(mean=recipe.mean, std=recipe.std, size=size, crop=1.0),
+        bad=BadImages(path / "bad_images.csv", recipe.data), batch_size=FEATURE_BATCH * world,
+    )  # fmt: skip
+    phase = Phase(
+        name="pretraining", generation=0, steps=recipe.steps, start="learner", becomes=(), loss="own", pool="all"
+    )
+    plan = Plan(
+        total_steps=recipe.steps, steps_per_epoch=len(data.train) / recipe.batch_size, pool="all", phases=(phase,)
+    )
+    trunk = build(recipe.arch)
+    method = METHODS[recipe.method](trunk, cast(int, trunk.num_features), recipe, plan.steps)
+    return Setup(recipe=recipe, viewer=viewer, plan=plan, method=method)
+
+
+def open_folder(setup: Setup, path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
+    """The run folder with all that is known before the first step; the first process makes or completes it."""
+    facts = {"verb": "pretrain", "images": len(setup.images)}
+    return open_on_main(setup.accelerator, path, to_yaml(setup.recipe), {}, facts, resume=resume, overwrite=overwrite)
+
+
+def train(setup: Setup, folder: RunFolder) -> int:
+    """Train what is left, then finish; returns the exit code."""
+
+    def work() -> dict[str, object]:
+        setup.store_images()
+        before, monitor = train_steps(setup, folder)
+        spread = weight_spread(setup.method)
+        finish(setup, folder, before)
+        pace = round(1000 * monitor.busy_seconds / monitor.steps_seen, 1) if monitor.steps_seen else None
+        return {"milliseconds_per_step": pace, **warn_of_spread(spread)}
+
+    return recorded(setup.accelerator, folder, setup.viewer.signals, work)
+
+
+def train_steps(setup: Setup, folder: RunFolder) -> tuple[float | None, Monitor]:
+    """The steps that are left; returns the neighbours' accuracy before the first step, and the monitor."""
+    recipe, accelerator, settings = setup.recipe, setup.accelerator, setup.recipe.optimizer
+    method = setup.method
+    if recipe.sync_batch_norm and accelerator.num_processes > 1:
+        method = nn.SyncBatchNorm.convert_sync_batchnorm(method)
+    method.to(accelerator.device)
+    method.to(memory_format=torch.channels_last)  # a third faster on CPUs
+    groups = decay_groups(method.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+    bare = make_optimizer(settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov)
+    wrapped, optimizer = accelerator.prepare(method, bare)
+    loop = Loop(
+        accelerator=accelerator, network=wrapped, roles=Roles(method, setup.plan.phases), optimizer=optimizer,
+        average=None, state=MethodState(), feed=setup.feed, rate=setup.rate, accumulate=1, clip=settings.clip,
+        objective=ViewObjective(accelerator=accelerator, network=wrapped, learner=cast(Learner, method)),
+        reset_optimizer=False,
+    )  # fmt: skip
+    step, extra = resume.restore(loop, folder, recipe.seed)
+    before = setup.neighbours() if extra is None else extra["neighbours_before"]
+    per_epoch = setup.plan.steps_per_epoch
+    with Display(recipe.steps, visible=accelerator.is_main_process, steps_per_epoch=per_epoch) as display:
+        display.begin(step)
+        monitor = Monitor(
+            loop, setup.plan, folder, display, setup.viewer.signals, log_every=recipe.log_every,
+            checkpoint_every=recipe.checkpoint_every, advice=lower_rates(settings.lr, None),
+            kept={"neighbours_before": before},
+        )  # fmt: skip
+        loop.train(setup.plan.phases, step, monitor)
+    return before, monitor
+
+
+def finish(setup: Setup, folder: RunFolder, before: float | None) -> None:
+    """Score the features and write what a run leaves behind."""
+    recipe = setup.recipe
+    after = setup.neighbours()
+    if not setup.accelerator.is_main_process:  # what follows is files only; no process waits for another
+        return
+    lines = [r for r in folder.metrics() if r["kind"] == "train"]
+    skipped = len(setup.viewer.bad.read())
+    results = {
+        "loss": lines[-1]["loss"] if lines else None, "neighbours_before": before, "neighbours": after,
+        "steps": recipe.steps, "images": len(setup.images), "bad_images": skipped,
+    }  # fmt: skip
+    write_checkpoint(folder.path / "export", setup)
+    write_pretrain_report(setup, folder, results)
+    write_json(folder.path / "results.json", results)
+    out = Console(stderr=True, highlight=False, soft_wrap=True)
+    if before is not None and after is not None:
+        out.print(
+            f"{recipe.neighbours.k} nearest neighbours: {before:.1f} % before, {after:.1f} % after "
+            "(measured only, not used for training)"
+        )
+    if skipped:
+        out.print(say_skipped(skipped, setup.viewer.bad.path), markup=False)
+    out.print(f"fine-tune it with --init {folder.path}")
+    out.print(str(folder.path / "report.html"))
+
+
+def write_checkpoint(folder: Path, setup: Setup) -> None:
+    """Write `checkpoint.ckpt` as lightly's modules save it, and `config.json` with what its tensors do not say."""
+    recipe = setup.recipe
+    folder.mkdir(exist_ok=True)
+    state = {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in setup.method.state_dict().items()
+    }
+    content = {
+        "state_dict": state, "global_step": recipe.steps, "epoch": int(recipe.steps / setup.plan.steps_per_epoch),
+        "hyper_parameters": {"method": recipe.method, "arch": recipe.arch, "recipe": to_yaml(recipe)},
+    }  # fmt: skip
+    with whole_file(folder / CHECKPOINT) as part:
+        torch.save(content, part)
+    write_json(folder / "config.json", recipe.facts())

@@ -1,0 +1,135 @@
+"""Processes: how they start, stop together, and whether they agree; Accelerate's traps are avoided or said aloud."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType
+from typing import Literal
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from torch import nn
+
+from finetune_mile.core.problems import Problem
+
+Precision = Literal["no", "fp16", "bf16"]
+SAME_SIGNAL = 1.0  # seconds
+AGREE_EVERY = 8  # steps between two looks at whether another process was told to stop
+
+
+def start(*, precision: Precision, seed: int, track: str, project: str) -> Accelerator:
+    """An accelerator that is what the user asked for, or a `Problem` with the command to use."""
+    use_threads()
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        step_scheduler_with_optimizer=False,
+        log_with=None if track == "none" else track,
+        project_dir=project,
+    )
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and accelerator.num_processes == 1:
+        # On a machine without accelerators each rank would believe to be alone and write the same folder.
+        raise Problem(
+            f"{world} processes were started, but each sees only itself; on CPUs start them with: "
+            f"ACCELERATE_USE_CPU=1 torchrun --nproc_per_node {world} finetune_mile/run.py ..."
+        )
+    set_seed(seed)
+    return accelerator
+
+
+def wanted_precision(recipe: Precision) -> Precision:
+    """`accelerate launch --mixed_precision` wins over the recipe, as flags do."""
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return "fp16" if launched == "fp16" else "bf16" if launched == "bf16" else recipe
+
+
+def use_threads() -> int:
+    """Use the cores: `accelerate launch` and `torchrun` on a CPU machine set OMP_NUM_THREADS to 1.
+
+    FINETUNE_MILE_THREADS, or any other OMP_NUM_THREADS, is taken as it is.
+    """
+    wanted = os.environ.get("FINETUNE_MILE_THREADS")
+    if wanted is not None:
+        torch.set_num_threads(max(int(wanted), 1))
+    elif os.environ.get("OMP_NUM_THREADS") == "1" and not torch.cuda.is_available():
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(cores // local, 1))
+    return torch.get_num_threads()
+
+
+class Stopped(Exception):
+    """A signal asked for an end."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class Signals:
+    """SIGTERM and SIGINT become a flag that is looked at between steps; a second Ctrl-C ends at once.
+
+    Launchers repeat what they get: SLURM signals every process, and torchrun then signals its own once more. So a
+    second SIGTERM, or a SIGINT within a second of the first, counts as the same.
+    """
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+        self._caught_at = 0.0
+        self._before = {s: signal.signal(s, self._catch) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def __enter__(self) -> Signals:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():  # back to whoever had them
+            signal.signal(signum, handler)
+
+    def _catch(self, signum: int, _: FrameType | None) -> None:
+        if self.caught is None:
+            self.caught, self._caught_at = signum, time.monotonic()
+        elif signum == signal.SIGINT and time.monotonic() - self._caught_at > SAME_SIGNAL:
+            raise KeyboardInterrupt
+
+    def raise_if_caught(self) -> None:
+        """Stop in the middle of something that can be done again."""
+        if self.caught is not None:
+            raise Stopped(self.caught)
+
+
+def stop_together(accelerator: Accelerator, signals: Signals, step: int) -> None:
+    """Raise `Stopped` if a signal came: all processes at the same step, or none."""
+    if accelerator.num_processes > 1:
+        if step % AGREE_EVERY:
+            return
+        flag = torch.tensor([signals.caught or 0], device=accelerator.device)
+        caught = int(accelerator.gather(flag).max())
+        if not caught:
+            return  # a signal since then waits for the next look
+        signals.caught = caught
+    signals.raise_if_caught()
+
+
+def weight_spread(network: nn.Module) -> float:
+    """By how much the processes' weights differ, relative; all processes call it.
+
+    Sums are compared, on the CPU in double precision (MPS has none): any difference moves them.
+    """
+    total = sum(float(p.detach().cpu().double().abs().sum()) for p in network.parameters())
+    sums: list[float] = gather_object([total])
+    return (max(sums) - min(sums)) / max(max(sums), 1e-30)
+
+
+def warn_of_spread(spread: float) -> dict[str, object]:
+    """Warn where the processes ended with different weights, after the results are written; facts for run.json."""
+    if spread == 0:
+        return {}
+    sys.stderr.write(
+        f"warning: the processes ended with different weights (sums differ by {spread:.1e}, relative). The export has "
+        "those of the first process. A tiny difference can come from unlike GPUs; otherwise please report it.\n"
+    )
+    return {"processes_differ": spread}

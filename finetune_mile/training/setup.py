@@ -1,0 +1,223 @@
+"""A run before its first step: recipe, device, images, phases and network, and what the loop asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from finetune_mile.checkpoints.cards import Card
+from finetune_mile.checkpoints.classifier import load_teacher
+from finetune_mile.checkpoints.init import Init
+from finetune_mile.checkpoints.loading import LoadReport, load_network
+from finetune_mile.config.schema import Recipe
+from finetune_mile.core.problems import Failed, Problem
+from finetune_mile.core.types import Batch, Pool, Preprocess
+from finetune_mile.images.index import BadImages, Data, ImageSet
+from finetune_mile.images.order import Indices, Mixture, Order, micro_batches
+from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers, normalise
+from finetune_mile.images.sources import load_data
+from finetune_mile.images.splits import Pools, labelled_pools
+from finetune_mile.images.truth import with_truth
+from finetune_mile.learning.optim import rate_at
+from finetune_mile.measures.metrics import measure
+from finetune_mile.measures.predictions import pick_probe, predict
+from finetune_mile.training.plan import Plan, labelled_per_batch, make_plan
+from finetune_mile.training.processes import Signals, start, stop_together, wanted_precision
+
+PROBE_IMAGES = 1000
+POOLS: tuple[Pool, ...] = ("labelled", "unlabelled", "all")
+
+
+@dataclass(slots=True, kw_only=True)
+class Viewer:
+    """Shows the images of a data set to a network, on this device."""
+
+    accelerator: Accelerator
+    signals: Signals
+    data: Data
+    preprocess: Preprocess
+    bad: BadImages
+    seed: int
+    batch_size: int  # of a forward pass, over all processes
+    wanted_workers: int | None  # loader processes; None: from the cores
+
+    @property
+    def workers(self) -> int:
+        """Loader processes of this process."""
+        if self.wanted_workers is not None:
+            return self.wanted_workers
+        return 0 if self.data.train.in_memory else default_workers(self.accelerator.num_processes)
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """uint8 images (B, 3, H, W) to the network's input, on the device."""
+        device = self.accelerator.device
+        mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std))
+        return normalise(images.to(device, non_blocking=True), mean, std)
+
+    def tick(self) -> None:
+        """Between batches outside of training: stop, where no other process waits for this one."""
+        if self.accelerator.num_processes == 1:
+            self.signals.raise_if_caught()
+
+    def outputs(
+        self, network: nn.Module, images: ImageSet, indices: Indices, tick: Callable[[], None] | None = None
+    ) -> Tensor:
+        """A bare network's outputs (n, C) on the plain view of some images; NaN for those that cannot be read."""
+        split = "val" if images is self.data.val else "train"
+        views = Views(images, self.preprocess, None, self.seed, on_bad=partial(self.bad.add, split, images.ids))
+        share = max(self.batch_size // self.accelerator.num_processes, 1)
+        outputs = predict(
+            self.accelerator, network, views, indices, self.prepare,
+            batch_size=share, workers=self.workers, tick=tick or self.tick,
+        )  # fmt: skip
+        stop_together(self.accelerator, self.signals, 0)
+        bad = torch.from_numpy(np.isin(indices, list(views.bad))).to(self.accelerator.device)
+        bad = self.accelerator.reduce(bad.int(), reduction="sum").cpu() > 0  # each process knows its own
+        if bool((outputs.isnan().all(1) & ~bad).any()):  # must not pass for bad images
+            raise Failed("the network's outputs are not numbers any more; lower --lr, or set optimizer.clip")
+        return outputs.masked_fill_(bad.unsqueeze(1), torch.nan)
+
+
+@dataclass(slots=True, kw_only=True)
+class Setup:
+    """A run before its first step."""
+
+    recipe: Recipe  # with steps and precision spelled out
+    viewer: Viewer
+    pools: Pools
+    plan: Plan
+    network: nn.Module
+    teacher: nn.Module | None  # one that is brought along, --teacher
+    card: Card
+    report: LoadReport
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return self.viewer.accelerator
+
+    @property
+    def data(self) -> Data:
+        return self.viewer.data
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.data.classes)
+
+    def order(self, pool: Pool) -> Order | Mixture:
+        """The walk over a pool; over all images with a labelled share it is two walks, woven."""
+        recipe = self.recipe
+
+        def walk(members: Pool, number: Pool) -> Order:
+            return Order(self.pools.indices[members], len(POOLS) * recipe.seed + POOLS.index(number))
+
+        if pool != "all" or recipe.labelled_share is None:
+            return walk(pool, pool)
+        return Mixture(
+            walk("labelled", "all"), walk("unlabelled", "unlabelled"),
+            some=labelled_per_batch(recipe), of=recipe.batch_size,
+        )  # fmt: skip
+
+    def feed(self, pool: Pool, first_step: int) -> Iterator[Batch]:
+        """This process's parts of the batches of a pool, from a step of that pool on, without end."""
+        recipe, augment, images = self.recipe, self.recipe.augment, self.pools.images
+        augmentation = Augmentation(crop=augment.crop, scale=augment.scale, shift=augment.shift, flip=augment.flip)
+        views = Views(
+            images, self.viewer.preprocess, augmentation, recipe.seed, pool=self.pools.indices[pool],
+            on_bad=partial(self.viewer.bad.add, "train", images.ids),
+        )  # fmt: skip
+        keys = micro_batches(
+            self.order(pool), first_step=first_step, batch_size=recipe.batch_size, accumulate=recipe.accumulate,
+            rank=self.accelerator.process_index, world=self.accelerator.num_processes,
+        )  # fmt: skip
+        return batches(views, keys, workers=self.viewer.workers, pin=self.accelerator.device.type == "cuda")
+
+    def rate(self, step: int) -> float:
+        """The share of the base learning rate that step `step` (from 0) is taken with."""
+        settings, plan = self.recipe.optimizer, self.plan
+        return rate_at(
+            step, total_steps=plan.total_steps, schedule=settings.schedule, warmup=plan.steps(settings.warmup),
+            milestones=tuple(plan.steps(m) for m in settings.milestones), gamma=settings.gamma,
+        )  # fmt: skip
+
+    def evaluate(self, network: nn.Module, limit: int | None) -> dict[str, float]:
+        """Scores on the validation images, or on `limit` of them."""
+        val, recipe = self.data.val, self.recipe
+        picked = pick_probe(len(val), limit or len(val))
+        logits = self.viewer.outputs(network, val, picked.numpy())
+        good = ~logits.isnan().all(1)  # bad images do not count, and are counted
+        logits, picked = logits[good], picked[good]
+        scores = measure(
+            logits, val.given[picked], None if val.truth is None else val.truth[picked], activation=recipe.activation,
+            prediction_set=recipe.evaluate.prediction_set, rho=recipe.rho,
+            main=None if val.main is None else val.main[picked], thresholds=recipe.evaluate.thresholds,
+        ).results()  # fmt: skip
+        if self.data.extra_scores is not None:
+            scores |= self.data.extra_scores(self.probabilities(logits), picked)
+        return scores if bool(good.all()) else scores | {"bad_images": float((~good).sum())}
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Logits (n, C), read as the recipe's activation says."""
+        return logits.sigmoid() if self.recipe.activation == "sigmoid" else logits.softmax(1)
+
+    def probe(self, network: nn.Module) -> tuple[Tensor, Tensor]:
+        """Logits and given labels of the labelled training images that every generation is looked at on."""
+        labelled = self.pools.indices["labelled"]
+        return self.training_logits(network, labelled[pick_probe(len(labelled), PROBE_IMAGES).numpy()])
+
+    def calibrate(self, network: nn.Module) -> tuple[Tensor, Tensor]:
+        """Logits and given labels of the held-out images that `auto` decides on."""
+        return self.training_logits(network, self.pools.calibration)
+
+    def training_logits(self, network: nn.Module, picked: Indices) -> tuple[Tensor, Tensor]:
+        """Logits and given labels of some training images, without those that cannot be read."""
+        logits = self.viewer.outputs(network, self.pools.images, picked)
+        good = ~logits.isnan().all(1)
+        return logits[good], self.pools.images.given[torch.from_numpy(picked)][good]
+
+
+def set_up(recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, signals: Signals) -> Setup:
+    """Start the processes, open the data, lay out the phases and load the network of a recipe; nothing is written."""
+    precision = wanted_precision(recipe.precision)
+    accelerator = start(precision=precision, seed=recipe.seed, track=recipe.track, project=str(path))
+    parts = accelerator.num_processes * recipe.accumulate
+    if recipe.batch_size % parts:
+        raise Problem(f"--batch-size {recipe.batch_size} must be a multiple of processes x accumulate = {parts}")
+    data, pools, plan = lay_out(recipe)
+    network, card, report = load_network(
+        init, arch=recipe.arch, num_classes=len(data.classes), head_bias=recipe.head_bias,
+        head_weight=recipe.head_weight, keep_head=recipe.keep_head, head_from=recipe.head_from,
+    )  # fmt: skip
+    own = {"size": recipe.size, "crop": recipe.crop, "mean": recipe.mean, "std": recipe.std}
+    preprocess = card.preprocess.model_copy(update={key: value for key, value in own.items() if value is not None})
+    teacher = None if teacher_init is None else load_teacher(teacher_init, classes=data.classes, seen=preprocess)
+    viewer = Viewer(
+        accelerator=accelerator, signals=signals, data=data, preprocess=preprocess, seed=recipe.seed,
+        bad=BadImages(path / "bad_images.csv", recipe.data), batch_size=recipe.batch_size,
+        wanted_workers=recipe.workers,
+    )  # fmt: skip
+    return Setup(
+        recipe=recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, "precision": precision}),
+        viewer=viewer, pools=pools, plan=plan, network=network, teacher=teacher, card=card, report=report,
+    )  # fmt: skip
+
+
+def lay_out(recipe: Recipe) -> tuple[Data, Pools, Plan]:
+    """The data of a recipe, which of its images keep their label, and the phases: the same for `run` and `plan`."""
+    data = load_data(recipe.data)
+    if recipe.truth is not None:
+        data = with_truth(data, recipe.truth)
+    if "environments" in recipe.playing.needs and data.train.environment is None:
+        raise Problem(f"--method {recipe.method} needs images from several environments, such as colored-mnist:DIR; "
+                      f"--data {recipe.data} has none")  # fmt: skip
+    pools = labelled_pools(
+        data, fraction=recipe.fraction, seed=recipe.seed, split=recipe.split, calibration=recipe.calibration
+    )
+    sizes = {name: len(members) for name, members in pools.indices.items()}
+    return data, pools, make_plan(recipe, labelled=sizes["labelled"], pool_sizes=sizes)
