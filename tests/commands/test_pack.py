@@ -70,11 +70,11 @@ def test_it_goes_on_after_a_stop(folder, tmp_path, monkeypatch, capsys):
     assert main(["pack", str(folder), str(whole), *PACK]) == 0
     real, done = pack.pack_image, []
 
-    def breaks(images, index, how):
+    def breaks(images, index, *settings):
         done.append(index)
         if len(done) == 7:
             raise KeyboardInterrupt
-        return real(images, index, how)
+        return real(images, index, *settings)
 
     monkeypatch.setattr(pack, "pack_image", breaks)
     with pytest.raises(KeyboardInterrupt):
