@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from recipe_schema import file_schema
 from shortcuts import ROOT
 from walk import walk_of_a_checkpoint
 
 from finetune_mile.checkpoints.cards import list_cards, read_card
 from finetune_mile.config.resolve import check, read_yaml, to_yaml
-from finetune_mile.config.schema import file_schema
 from finetune_mile.pretraining import recipe as pretraining
 
 PACKAGE = ROOT / "finetune_mile"

@@ -12,13 +12,40 @@ from finetune_mile.config.schema import Variant
 from finetune_mile.core.problems import Problem, did_you_mean, nearest
 from finetune_mile.methods import METHODS
 
-SETTINGS = (
-    "recipe", "init", "fraction", "split", "truth", "method", "variant", "data", "arch", "semi", "teacher",
-    "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed", "keep_head", "track",
-)  # fmt: skip
 NUMBERS = ("fraction", "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed")
 _WHOLE = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+
+# Settings of the recipe, by group: the flag with a word for its value, and its help.
+FLAGS = {
+    "what to train": {
+        "--recipe FILE": "a recipe file, or its name below recipes/",
+        "--init": "card name, file, directory, timm:NAME, or none (from scratch)",
+        "--data": "demo, folder:DIR, imagenet:DIR, hf:NAME_OR_DIR, csv:FILE, wds:DIR, webvision:DIR, celeba:DIR, "
+        "multi-mnist:DIR, mosaic:DIR, colored-mnist:DIR, colored-mnist+:DIR; a bare directory is folder:",
+        "--fraction": "share of the labels to use, such as 0.01",
+        "--split FILE": "a list of the labelled images, or the split.json of a run",
+        "--truth": "true label sets for evaluation: real, csv:FILE, counts:FILE.npy,INDEX.csv,0.1",
+        "--method": " | ".join(METHODS),
+        "--variant": " | ".join(get_args(Variant)) + ": where paper and published code differ",
+        "--arch": "network, such as resnet50, resnet50-sk, timm:NAME",
+        "--semi": "none | all | unlabelled: images that imitation draws from",
+        "--teacher": "for distill: a run folder or a checkpoint file",
+        "--keep-head NAME": "keep this head of the file (it may know the labels)",
+    },
+    "how": {
+        "--k-t AMOUNT": "interaction: 200 (steps), '2 epochs', '5 %%' of the budget",
+        "--k-s AMOUNT": "imitation, in the same units",
+        "--rho": "pseudo-label threshold on the teacher's sigmoids, or auto",
+        "--steps": "optimiser steps, teacher's and student's together, over all processes",
+        "--epochs": "the same in epochs of the labelled images",
+        "--batch-size": "global batch, over all processes",
+        "--lr": "base learning rate",
+        "--seed": "of split, order, augmentation and head",
+        "--track": "none | tensorboard | wandb",
+    },
+}
+SETTINGS = tuple(flag.split()[0].removeprefix("--").replace("-", "_") for group in FLAGS.values() for flag in group)
 
 EPILOG = """examples:
   accelerate launch finetune_mile/run.py                                   the demo, about a minute on two cores
@@ -36,7 +63,6 @@ class Parser(argparse.ArgumentParser):
     """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """The options; words that no flag takes are refused."""
         options, rest = self.parse_known_args(args, namespace)
         if rest:
             raise Problem(*self.strangers(rest))
@@ -77,55 +103,32 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one sentence."""
         raise Problem(f"{message} (--help lists the flags)")
 
 
 def build_parser() -> Parser:
-    """Every flag of run.py."""
     parser = Parser(
         prog="finetune_mile/run.py", allow_abbrev=False, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Fine-tune a self-supervised checkpoint with MILe, or train from scratch, on one Accelerate loop.",
     )  # fmt: skip
-    what = parser.add_argument_group("what to train")
-    what.add_argument("--recipe", metavar="FILE", help="a recipe file, or its name below recipes/")
-    what.add_argument("--init", help="card name, file, directory, timm:NAME, or none (from scratch)")
-    what.add_argument("--data", help="demo, folder:DIR, imagenet:DIR, hf:NAME_OR_DIR, csv:FILE, wds:DIR, "
-                      "webvision:DIR, celeba:DIR, multi-mnist:DIR, mosaic:DIR, colored-mnist:DIR, colored-mnist+:DIR; "
-                      "a bare directory is folder:")  # fmt: skip
-    what.add_argument("--fraction", help="share of the labels to use, such as 0.01")
-    what.add_argument("--split", metavar="FILE", help="a list of the labelled images, or the split.json of a run")
-    what.add_argument("--truth", help="true label sets for evaluation: real, csv:FILE, counts:FILE.npy,INDEX.csv,0.1")
-    what.add_argument("--method", help=" | ".join(METHODS))
-    what.add_argument("--variant", help=" | ".join(get_args(Variant)) + ": where paper and published code differ")
-    what.add_argument("--arch", help="network, such as resnet50, resnet50-sk, timm:NAME")
-    what.add_argument("--semi", help="none | all | unlabelled: images that imitation draws from")
-    what.add_argument("--teacher", help="for distill: a run folder or a checkpoint file")
-    what.add_argument("--keep-head", metavar="NAME", help="keep this head of the file (it may know the labels)")
-    how = parser.add_argument_group("how")
-    how.add_argument("--k-t", metavar="AMOUNT", help="interaction: 200 (steps), '2 epochs', '5 %%' of the budget")
-    how.add_argument("--k-s", metavar="AMOUNT", help="imitation, in the same units")
-    how.add_argument("--rho", help="pseudo-label threshold on the teacher's sigmoids, or auto")
-    how.add_argument("--steps", help="optimiser steps, teacher's and student's together, over all processes")
-    how.add_argument("--epochs", help="the same in epochs of the labelled images")
-    how.add_argument("--batch-size", help="global batch, over all processes")
-    how.add_argument("--lr", help="base learning rate")
-    how.add_argument("--seed", help="of split, order, augmentation and head")
-    how.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
-                     help="any other setting of the recipe, such as optimizer.momentum=0.8")  # fmt: skip
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for words, text in flags.items():
+            flag, _, metavar = words.partition(" ")
+            group.add_argument(flag, metavar=metavar or None, help=text)
+    group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+                       help="any other setting of the recipe, such as optimizer.momentum=0.8")  # fmt: skip
     where = parser.add_argument_group("where")
     where.add_argument("--out", type=Path, help="run folder (default: runs/<recipe>-<number>)")
     where.add_argument("--overwrite", action="store_true", help="replace a run that is in --out")
-    where.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run; takes no other setting")
-    where.add_argument("--track", help="none | tensorboard | wandb")
+    where.add_argument("--resume", type=Path, metavar="DIR", help="continue a run; takes no other setting")
     where.add_argument("--explain", action="store_true", help="print what would be done, and stop")
     where.add_argument("--json", action="store_true", help="with --explain: every setting and who set it, for scripts")
     return parser
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Read the flags of run.py."""
     return read_flags(build_parser(), argv, SETTINGS)
 
 
@@ -148,8 +151,8 @@ def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> ar
 
 def given_settings(options: argparse.Namespace, settings: tuple[str, ...] = SETTINGS) -> dict[str, Any]:
     """The settings that were given, by recipe key; what is not a number stays text, and the recipe refuses it."""
-    found = {key: getattr(options, key) for key in settings if getattr(options, key) is not None}
-    return {key: _number(text) if key in NUMBERS else text for key, text in found.items()}
+    texts = {key: getattr(options, key) for key in settings if getattr(options, key) is not None}
+    return {key: _number(text) if key in NUMBERS else text for key, text in texts.items()}
 
 
 def _number(text: str) -> int | float | str:

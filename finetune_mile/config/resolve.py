@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from finetune_mile.checkpoints.cards import Missing
 from finetune_mile.checkpoints.init import family_of, parse_init
 from finetune_mile.config.schema import VARIANTS, FullRecipe, Recipe
-from finetune_mile.core.files import MOST_YAML_BYTES, TooMuch, compose_yaml, construct_yaml, read_regular, shipped
+from finetune_mile.core.files import Refused, load_yaml, load_yaml_file, shipped
 from finetune_mile.core.problems import Problem, did_you_mean
 from finetune_mile.images.sources import imagenet_folder
 from finetune_mile.methods import METHOD_FLAGS, METHODS, get_method
@@ -98,15 +98,23 @@ def choose_recipe(flags: Mapping[str, Any]) -> tuple[Path, str]:
     return shipped("recipes") / "finetune.yaml", "no --recipe: fine-tuning on your images"
 
 
-def find_recipe(name: str, below: str = "") -> Path:
-    """A recipe by path, or by its name below recipes/ (or a folder in it) with or without the ending."""
+def find_recipe(name: str, below: str = "", *, builder: Path | None = None) -> Path:
+    """A recipe by path, or by its name below recipes/ (or a folder in it) with or without the ending.
+
+    Args:
+        name: the path or name.
+        below: the folder in recipes/.
+        builder: the recipe whose `base:` this is; files beside it come first.
+    """
     folder = shipped("recipes") / below
-    for path in (Path(name), folder / name, folder / f"{name}.yaml"):
+    beside = [] if builder is None else [builder.parent / name, builder.parent / f"{name}.yaml"]
+    for path in (*beside, Path(name), folder / name, folder / f"{name}.yaml"):
         if path.is_file():
             return path
     paths = [path.relative_to(folder) for path in sorted(folder.rglob("*.yaml"))]
     names = [str(path.with_suffix("")) for path in paths if path.parts[0] not in ("splits", "tables", "pretrain")]
-    raise Problem(f"--recipe {name}: no such file or recipe; {did_you_mean(name, names)}")
+    where = "--recipe" if builder is None else f"recipe {builder.name}: base:"
+    raise Problem(f"{where} {name}: no such file or recipe; {did_you_mean(name, names)}")
 
 
 def find_imagenet() -> tuple[str, str]:
@@ -170,40 +178,18 @@ def to_yaml(recipe: BaseModel) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds a mapping, in which no key stands twice."""
     try:
-        node = compose_yaml(read_regular(path, MOST_YAML_BYTES).decode("utf-8"))
-        twice = _repeated_key(node, set())
-        if twice is not None:
-            raise Problem(f"recipe {path}: {twice.value} stands twice, again at line {twice.start_mark.line + 1}")
-        tree = construct_yaml(node)
+        tree = load_yaml_file(path)
     except (OSError, UnicodeDecodeError) as error:
         raise Problem(f"recipe {path}: cannot be read ({error})") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark is not None else ""
-        verdict = "cannot be used" if isinstance(error, TooMuch) else "is not YAML"
+        verdict = "cannot be used" if isinstance(error, Refused) else "is not YAML"
         raise Problem(f"recipe {path}: {verdict}{line} ({getattr(error, 'problem', error)})") from error
     if not isinstance(tree, dict):
         raise Problem(f"recipe {path}: must be a mapping of settings, found {type(tree).__name__}")
     return tree
-
-
-def _repeated_key(node: yaml.Node | None, seen: set[int]) -> yaml.ScalarNode | None:
-    """The first key that its mapping holds already; YAML itself takes the last one and says nothing."""
-    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:  # an alias
-        return None
-    seen.add(id(node))
-    parts = node.value
-    if isinstance(node, yaml.MappingNode):
-        keys: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in keys:
-                    return key
-                keys.add(key.value)
-        parts = [value for _, value in node.value]
-    return next((key for part in parts if (key := _repeated_key(part, seen)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +208,7 @@ def layers_of(tree: Mapping[str, Any], path: Path) -> list[Layer]:
     layers = [_layer(tree, path, "recipe")]
     seen = [path.resolve()]
     while (base := tree.get("base")) is not None:
-        below = _find_base(base, path)
+        below = find_recipe(str(base), builder=path)
         if below.resolve() in seen:
             raise Problem(f"recipe {path.name}: base: {base} leads back to {below.name}, in a circle")
         if len(seen) == LONGEST_CHAIN:
@@ -233,17 +219,6 @@ def layers_of(tree: Mapping[str, Any], path: Path) -> list[Layer]:
         layers.append(_layer(tree, path, f"base {path.name}"))
         seen.append(path.resolve())
     return layers[::-1]
-
-
-def _find_base(base: object, path: Path) -> Path:
-    for near in (path.parent / str(base), path.parent / f"{base}.yaml"):
-        if near.is_file():
-            return near
-    try:
-        return find_recipe(str(base))
-    except Problem as problem:
-        there = problem.sentences[0].partition("; ")[2]
-        raise Problem(f"recipe {path.name}: base: {base} is no file beside it and no recipe; {there}") from problem
 
 
 def _layer(tree: Mapping[str, Any], path: Path, speaker: str) -> Layer:
@@ -356,6 +331,7 @@ def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[s
 def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]]:
     """`--set KEY=VALUE` arguments as (value, speaker) by dotted key; what cannot be read goes into `wrong`."""
     over: dict[str, tuple[Any, str]] = {}
+    nothing = object()
     for pair in sets:
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
@@ -363,13 +339,13 @@ def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]
             wrong.append(f"--set {pair}: write KEY=VALUE, for example --set optimizer.momentum=0.8")
             continue
         try:
-            node = compose_yaml(text)
-            if node is None:
+            value = load_yaml(text, empty=nothing)
+            if value is nothing:
                 wrong.append(f"--set {pair}: the value is empty; write --set {key}=VALUE, or {key}=null for none")
             else:
-                over[key] = (construct_yaml(node), f"--set {key}")
+                over[key] = (value, f"--set {key}")
         except yaml.YAMLError as error:
-            why = f" ({error.problem})" if isinstance(error, TooMuch) else ""
+            why = f" ({error.problem})" if isinstance(error, Refused) else ""
             wrong.append(f"--set {key}={short(text)}: {short(text)!r} is not a YAML value{why}")
     return over
 

@@ -191,28 +191,3 @@ _BLOCKS: dict[str, Any] = {
     method.block: (method.Block | None, None) for method in map(get_method, METHODS) if method.Block is not None
 }
 FullRecipe: type[Recipe] = create_model("Recipe", __base__=Recipe, __doc__=Recipe.__doc__, **_BLOCKS)
-
-
-def file_schema() -> dict[str, Any]:
-    """JSON schema of a recipe file: `Recipe`, where any value may come from another layer, and the three keys."""
-    schema: dict[str, Any] = _nothing_required(FullRecipe.model_json_schema())
-    settings = dict(schema["properties"])
-    words = {"type": "object", "additionalProperties": {"type": "string"}}
-    sources = words | {"description": "setting or block (optimizer.lr): where its value is from"}
-    entry = {"type": "object", "properties": settings | {"sources": sources}, "additionalProperties": False}
-    schema["properties"] = settings | {
-        "base": {"type": "string", "description": "a recipe that this one lies on: a file beside it, or its name"},
-        "fractions": {
-            "type": "object",
-            "additionalProperties": entry,
-            "description": "settings on top for a share of the labels; the nearest one counts",
-        },
-        "sources": sources,
-    }
-    return schema
-
-
-def _nothing_required(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: _nothing_required(value) for key, value in node.items() if key != "required"}
-    return [_nothing_required(value) for value in node] if isinstance(node, list) else node

@@ -1,10 +1,11 @@
-"""Downloads: resumed where they broke off, checked against what is published. No torch here."""
+"""Downloads: resumed after a broken connection, checked against published sizes and hashes. No torch here."""
 
 from __future__ import annotations
 
 import hashlib
 import http.client
 import json
+import shutil
 import socket
 import time
 import urllib.error
@@ -32,7 +33,7 @@ _NETWORK = (urllib.error.URLError, http.client.HTTPException, OSError)
 
 
 class _WrongBytes(Exception):
-    """What came is not what was expected."""
+    """The file is not the one that was published."""
 
 
 class RemoteFile(BaseModel):
@@ -64,7 +65,7 @@ def _is_https(url: str) -> bool:
 
 
 def fetch(files: Sequence[RemoteFile], folder: Path, *, file: str | None = None, unpack: str | None = None) -> Path:
-    """Bring files into a folder, each checked: those that are not there are downloaded. Safe in several processes.
+    """Download the files that are not in a folder yet, and check all of them. Safe in several processes.
 
     Args:
         files: at least one.
@@ -92,29 +93,27 @@ def fetch(files: Sequence[RemoteFile], folder: Path, *, file: str | None = None,
 def _fetch_file(remote: RemoteFile, folder: Path, missing: list[RemoteFile]) -> None:
     target = folder / remote.name
     if target.is_file():
-        if _is_page(target) or not _unchanged(target):
-            try:
-                _accept(target, remote, target)
-            except _WrongBytes as error:
-                raise Problem(
-                    f"{target} is damaged or another file ({error}); delete it, it is fetched again"
-                ) from error
-        return
+        seen, stat = _recorded(target), target.stat()
+        # By size and time: hashing 4 GB at each start is slow.
+        if not _is_page(target) and (seen.get("bytes"), seen.get("mtime_ns")) == (stat.st_size, stat.st_mtime_ns):
+            return
+        try:
+            return _accept(target, remote, target)
+        except _WrongBytes as error:
+            raise Problem(f"{target} is damaged or another file ({error}); delete it, it is fetched again") from error
     part = folder / f"{remote.name}.part"
     reasons = []
     for url in remote.urls:
         try:
             _download(url, part, remote)
-            _accept(part, remote, target)
+            return _accept(part, remote, target)
         except _WrongBytes as error:
             part.unlink(missing_ok=True)
-            _tag_of(part).unlink(missing_ok=True)
+            part.with_name(f"{part.name}.tag").unlink(missing_ok=True)
             reasons.append(f"{url}: {error}")
         except _NETWORK as error:
             where = f"{url}: " if len(remote.urls) > 1 else ""
             reasons.append(f"{where}{getattr(error, 'reason', None) or error}")
-        else:
-            return
     urls = " and ".join(other.urls[0] for other in missing)
     there = f"put it at {target}" if len(missing) == 1 else f"put both into {folder}"
     raise Problem(f"{remote.name} could not be fetched ({'; '.join(reasons)}); fetch {urls} elsewhere and {there}")
@@ -135,7 +134,7 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
 
 
 def _download(url: str, part: Path, remote: RemoteFile) -> None:
-    """Bring `part` to its full length, going on where an earlier attempt ended."""
+    """Bring `part` to its full length, from where an earlier attempt ended."""
     failures, pause = 0, _PAUSE
     while True:
         before = part.stat().st_size if part.exists() else 0
@@ -162,7 +161,7 @@ def _transfer(url: str, part: Path, remote: RemoteFile) -> bool:
     start = part.stat().st_size if part.exists() else 0
     from finetune_mile.core.console import progress
 
-    tag = _tag_of(part)
+    tag = part.with_name(f"{part.name}.tag")
     request = urllib.request.Request(url, headers={"User-Agent": "finetune_mile", "Accept-Encoding": "identity"})
     if start:
         request.add_header("Range", f"bytes={start}-")
@@ -177,7 +176,10 @@ def _transfer(url: str, part: Path, remote: RemoteFile) -> bool:
         total = start + int(length) if length is not None else None
         if remote.bytes is not None and total is not None and total != remote.bytes:
             raise _WrongBytes(f"the server has {total} bytes, expected {remote.bytes}")
-        _remember_tag(tag, answer.headers.get("ETag"))
+        etag = answer.headers.get("ETag") or ""
+        tag.unlink(missing_ok=True)
+        if etag.isascii() and etag and not etag.startswith("W/"):  # the next attempt asks whether the file is the same
+            tag.write_text(etag, encoding="ascii")
         with (
             part.open("ab" if partial else "wb") as file,
             progress(remote.name, total, start=start, in_bytes=True) as advance,
@@ -191,18 +193,6 @@ def _transfer(url: str, part: Path, remote: RemoteFile) -> bool:
     if done:
         tag.unlink(missing_ok=True)
     return done
-
-
-def _tag_of(part: Path) -> Path:
-    return part.with_name(part.name + ".tag")
-
-
-def _remember_tag(tag: Path, etag: str | None) -> None:
-    """A strong ETag lets the next attempt make sure that the file is still the same."""
-    if etag and not etag.startswith("W/") and etag.isascii():
-        tag.write_text(etag, encoding="ascii")
-    else:
-        tag.unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------------------------------- the check
@@ -225,14 +215,10 @@ def _record_of(target: Path) -> Path:
     return target.with_name(target.name + ".seen.json")
 
 
-def _unchanged(target: Path) -> bool:
-    """Was this file checked before? By size and time: hashing 4 GB each time is slow."""
+def _recorded(target: Path) -> dict[str, Any]:
+    """Hash, size and time of a file when it was accepted; empty where it never was."""
     record = _record_of(target)
-    if not record.is_file():
-        return False
-    seen = json.loads(record.read_text(encoding="utf-8"))
-    stat = target.stat()
-    return bool(seen["bytes"] == stat.st_size and seen["mtime_ns"] == stat.st_mtime_ns)
+    return dict(json.loads(record.read_text(encoding="utf-8"))) if record.is_file() else {}
 
 
 def _accept(path: Path, remote: RemoteFile, target: Path) -> None:
@@ -247,29 +233,25 @@ def _accept(path: Path, remote: RemoteFile, target: Path) -> None:
         raise _WrongBytes(f"sha256 {sha256[:12]}..., expected {remote.sha256[:12]}...")
     if remote.md5 and not digest(path, "md5").startswith(remote.md5):
         raise _WrongBytes(f"md5 does not begin with {remote.md5}, as published")
-    record = _record_of(target)
-    if not remote.sha256 and not remote.md5 and record.is_file():
-        first = json.loads(record.read_text(encoding="utf-8"))["sha256"]
-        if sha256 != first:
-            raise _WrongBytes(f"sha256 {sha256[:12]}..., at its first use it was {first[:12]}...")
+    first = _recorded(target).get("sha256", sha256)
+    if not remote.sha256 and not remote.md5 and sha256 != first:
+        raise _WrongBytes(f"sha256 {sha256[:12]}..., at its first use it was {first[:12]}...")
     path.replace(target)
-    stat = target.stat()
-    note = {"sha256": sha256, "bytes": size, "mtime_ns": stat.st_mtime_ns, "urls": list(remote.urls)}
-    write_json(record, note)
+    facts = {"sha256": sha256, "bytes": size, "mtime_ns": target.stat().st_mtime_ns, "urls": list(remote.urls)}
+    write_json(_record_of(target), facts)
 
 
 def _unpack(archive: Path, start: str, folder: Path) -> None:
     """Take members whose name begins with `start` out of a zip, flat: no folder is used."""
     try:
         with zipfile.ZipFile(archive) as source:
-            wanted = [m for m in source.infolist() if Path(m.filename).name.startswith(start)]
-            if sum(m.file_size for m in wanted) > 10 * archive.stat().st_size + _CHUNK:
-                raise Problem(f"{archive} promises far more than weights can be packed; it is not unpacked")
-            for member in wanted:
+            members = [member for member in source.infolist() if Path(member.filename).name.startswith(start)]
+            if sum(member.file_size for member in members) > 10 * archive.stat().st_size + _CHUNK:
+                raise Problem(f"{archive} would unpack to far more than weights can be compressed; it is not unpacked")
+            for member in members:
                 part = folder / f"{Path(member.filename).name}.part"
                 with source.open(member) as packed, part.open("wb") as file:
-                    while block := packed.read(_CHUNK):
-                        file.write(block)
+                    shutil.copyfileobj(packed, file)
                 part.replace(part.with_suffix(""))
     except zipfile.BadZipFile as error:
         _record_of(archive).unlink(missing_ok=True)

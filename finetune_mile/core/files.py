@@ -36,11 +36,8 @@ def shipped(name: str) -> Path:
 
 def cache() -> Path:
     """The folder for downloads: FINETUNE_MILE_CACHE, else XDG_CACHE_HOME, else ~/.cache."""
-    own = os.environ.get("FINETUNE_MILE_CACHE")
-    if own:
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "finetune_mile"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("FINETUNE_MILE_CACHE") or caches / "finetune_mile").expanduser()
 
 
 # -------------------------------------------------------------------------------- reading and writing
@@ -72,18 +69,11 @@ def read_regular(path: str | Path, most: int) -> bytes:
     Raises:
         OSError: as `open_regular`, or the file is larger.
     """
-    descriptor = open_regular(path)
-    try:
-        left = os.fstat(descriptor).st_size
-        if left > most:
+    with os.fdopen(open_regular(path), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > most:
             raise OSError(errno.EFBIG, f"larger than {size_in_words(most)}", str(path))
-        parts = []
-        while left and (part := os.read(descriptor, left)):
-            parts.append(part)
-            left -= len(part)
-    finally:
-        os.close(descriptor)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        return stream.read(size)
 
 
 def open_text(path: str | Path, encoding: str = "utf-8") -> TextIO:
@@ -141,16 +131,31 @@ MOST_YAML_BYTES = 2**20
 DEEPEST = 50  # values inside each other
 MOST_VALUES = 100_000  # with aliases expanded
 
+
+class Refused(yaml.MarkedYAMLError):
+    """YAML that is larger, deeper or more repetitive than any file of ours, or says something twice."""
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        """Refuse a key that stands twice: YAML itself takes the last one and says nothing."""
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise Refused(problem=f"{key.value} stands twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-_LOADER: Any = type("_Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {})
-_LOADER.yaml_implicit_resolvers = {
+_Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
-    for first, resolvers in _LOADER.yaml_implicit_resolvers.items()
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
-_LOADER.add_implicit_resolver(
+_Loader.add_implicit_resolver(
     _INT, re.compile(r"^[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)$"), list("-+0123456789")
 )
-_LOADER.add_implicit_resolver(
+_Loader.add_implicit_resolver(
     _FLOAT,
     re.compile(
         r"^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
@@ -159,70 +164,59 @@ _LOADER.add_implicit_resolver(
 )
 
 
-class TooMuch(yaml.MarkedYAMLError):
-    """YAML that is larger, deeper or more repetitive than any file of ours."""
-
-
 def load_yaml_file(path: Path) -> Any:
     """The one value of a YAML file; None where there is none.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is larger than 1 MB.
         UnicodeDecodeError: the file is not UTF-8.
-        yaml.YAMLError: the text is not YAML, or too much of it.
+        yaml.YAMLError: the text is not YAML, or is `Refused`.
     """
-    return construct_yaml(compose_yaml(read_regular(path, MOST_YAML_BYTES).decode("utf-8")))
+    return load_yaml(read_regular(path, MOST_YAML_BYTES).decode("utf-8"))
 
 
-def compose_yaml(text: str) -> yaml.Node | None:
-    """The tree of nodes of a YAML text, bounded; None where the text is empty or a comment."""
+def load_yaml(text: str, *, empty: Any = None) -> Any:
+    """The one value of a YAML text; `empty` where the text holds nothing but comments. Raises yaml.YAMLError."""
     try:
         _check_yaml(text)
-        node: yaml.Node | None = _LOADER(text).get_single_node()
+        node: yaml.Node | None = _Loader(text).get_single_node()
     except UnicodeError as error:
         raise yaml.YAMLError("it holds characters that are not Unicode") from error
-    return node
-
-
-def construct_yaml(node: yaml.Node | None) -> Any:
-    """The values of a tree of nodes."""
     if node is None:
-        return None
+        return empty
     try:
-        return _LOADER("").construct_document(node)
+        return _Loader("").construct_document(node)
     except (ValueError, TypeError, LookupError, AttributeError) as error:  # such as !!int x, or the date 2024-13-01
         raise yaml.MarkedYAMLError(problem=f"a value cannot be read: {error}", problem_mark=node.start_mark) from error
 
 
 def _check_yaml(text: str) -> None:
+    """Count values and depth, aliases expanded, in the flat list of events."""
     if len(text) > MOST_YAML_BYTES:
-        raise TooMuch(problem="it is longer than 1 MB")
+        raise Refused(problem="it is longer than 1 MB")
     known: dict[str, tuple[int, int]] = {}  # anchor: values and depth of what it stands for
-    inside: list[tuple[str | None, int]] = []  # open collections: anchor, depth of the deepest part so far
-    counts: list[int] = [0]
-    for event in yaml.parse(text, Loader=_LOADER):
+    inside: list[tuple[str | None, int, int]] = [(None, 0, 0)]  # open collections: anchor, values, depth so far
+    for event in yaml.parse(text, Loader=_Loader):
         anchor: str | None = getattr(event, "anchor", None)
         mark: Any = event.start_mark
         values, depth = 1, 0
         if isinstance(event, yaml.CollectionStartEvent):
-            inside.append((anchor, 0))
-            counts.append(1)
+            inside.append((anchor, 1, 0))
             values = 0
         elif isinstance(event, yaml.CollectionEndEvent):
-            (anchor, below), values = inside.pop(), counts.pop()
+            anchor, values, below = inside.pop()
             depth = below + 1
         elif isinstance(event, yaml.AliasEvent):
-            if any(anchor == name for name, _ in inside):
-                raise TooMuch(problem=f"*{anchor} is inside of &{anchor}, in a circle", problem_mark=mark)
+            if any(anchor == name for name, _, _ in inside):
+                raise Refused(problem=f"*{anchor} is inside of &{anchor}, in a circle", problem_mark=mark)
             values, depth = known.get(str(anchor), (1, 0))
         elif not isinstance(event, yaml.ScalarEvent):
             continue
         if values and anchor is not None:
             known[anchor] = (values, depth)
-        counts[-1] += values
-        if inside:
-            inside[-1] = (inside[-1][0], max(inside[-1][1], depth))
-        if len(inside) + depth > DEEPEST:
-            raise TooMuch(problem=f"it is nested more than {DEEPEST} levels deep", problem_mark=mark)
-        if sum(counts) > MOST_VALUES:
-            raise TooMuch(problem=f"it holds more than {MOST_VALUES:,} values, aliases expanded", problem_mark=mark)
+        name, count, below = inside[-1]
+        inside[-1] = (name, count + values, max(below, depth))
+        if len(inside) - 1 + depth > DEEPEST:
+            raise Refused(problem=f"it is nested more than {DEEPEST} levels deep", problem_mark=mark)
+        if sum(count for _, count, _ in inside) > MOST_VALUES:
+            raise Refused(problem=f"it holds more than {MOST_VALUES:,} values, aliases expanded", problem_mark=mark)

@@ -50,22 +50,25 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
 
-def check_amount(amount: int | str) -> int | str:
-    """`200`, `200 steps`, `2 epochs` or `5 %`, above zero; anything else raises ValueError."""
+def _parse_amount(amount: int | str) -> tuple[float, str]:
+    """`200`, `200 steps`, `2 epochs` or `5 %` as number and unit, above zero; anything else raises ValueError."""
     match = _AMOUNT.fullmatch(str(amount).strip())
     if match is None or float(match[1]) <= 0:
         raise ValueError(f"{str(amount)[:40]!r} is not an amount above zero: write 200 (steps), '2 epochs' or '5 %'")
-    unit = (match[2] or "steps").lower()
-    if unit.startswith("step") and not float(match[1]).is_integer():
+    value, unit = float(match[1]), (match[2] or "steps").lower()
+    if unit.startswith("step") and not value.is_integer():
         raise ValueError(f"{str(amount)[:40]!r}: steps are whole numbers; a share of the budget is '5 %'")
+    return value, unit
+
+
+def check_amount(amount: int | str) -> int | str:
+    _parse_amount(amount)
     return amount
 
 
 def in_steps(amount: int | str, *, total_steps: int, steps_per_epoch: float) -> int:
     """An amount in optimiser steps, rounded to the nearest and at least 1."""
-    match = _AMOUNT.fullmatch(str(check_amount(amount)).strip())
-    assert match is not None
-    value, unit = float(match[1]), (match[2] or "steps").lower()
+    value, unit = _parse_amount(amount)
     if unit == "%":
         value *= total_steps / 100
     elif unit.startswith("epoch"):
