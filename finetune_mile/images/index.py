@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Bytes = Callable[[int], bytes]
+# From probabilities (n, C) and the validation images (n,) that they belong to.
 ExtraScores: TypeAlias = "Callable[[Tensor, Tensor], dict[str, float]]"
-"""From probabilities (n, C) and the validation images (n,) that they belong to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,6 @@ class Names(Sequence[str]):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Names:
-        """Pack some names."""
         listed = list(names)
         data = "".join(f"{name}\0" for name in listed).encode("utf-8", _ERRORS)
         return cls(np.frombuffer(data, dtype=np.uint8), len(listed))
@@ -146,13 +145,10 @@ def _bare(name: str) -> str:
     return file
 
 
-def _tails(name: str) -> Iterator[str]:
-    if name:
-        yield name
-    tail = "/".join(name.rsplit("/", MOST_FOLDERS)[1:])
-    while tail:
-        yield tail
-        tail = tail.partition("/")[2]
+def _tails(name: str) -> list[str]:
+    """The name, and the name without its first folder, its first two, and so on."""
+    parts = name.rsplit("/", MOST_FOLDERS)
+    return [tail for tail in ("/".join(parts[start:]) for start in range(len(parts))) if tail]
 
 
 # ------------------------------------------------------------------------------------ scans
@@ -177,9 +173,6 @@ class Scan:
     empty: Names = field(default_factory=lambda: Names.of(()))  # folders without image or subfolder
     unread: Names = field(default_factory=lambda: Names.of(()))  # photos in formats that we do not read
 
-    def __len__(self) -> int:
-        return len(self.names)
-
 
 def scan_tree(root: Path, flag: str) -> Scan:
     """Every image below `root`, as sorted relative paths with `/`; from the cache if nothing has changed."""
@@ -188,7 +181,7 @@ def scan_tree(root: Path, flag: str) -> Scan:
     if scan is not None and _same_folders(root, stamp):
         return scan
     scan, stamp = _walk(root, flag)
-    if len(scan) >= WORTH_KEEPING:
+    if len(scan.names) >= WORTH_KEEPING:
         _save(place, scan, stamp)
     return scan
 

@@ -7,7 +7,7 @@ number of workers or processes, after a restart, or with the release of a librar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -54,22 +54,19 @@ class Order:
         self._epoch = -1
         self._walk = pool[:0]
 
-    def keys(self, start: int, count: int) -> list[Key]:
-        """The keys of `count` draws from position `start` on."""
+    def keys(self, start: int, size: int) -> list[Key]:
+        """The keys of positions [start, start + size)."""
         keys: list[Key] = []
-        size = len(self.pool)
-        while count > 0:
-            epoch, offset = divmod(start, size)
+        while len(keys) < size:
+            epoch, offset = divmod(start + len(keys), len(self.pool))
             if epoch != self._epoch:
-                self._epoch, self._walk = epoch, self.pool[permutation(self.seed, epoch, size)]
-            part = self._walk[offset : offset + count]
-            keys += [(epoch, int(sample)) for sample in part]
-            start, count = start + len(part), count - len(part)
+                self._epoch, self._walk = epoch, self.pool[permutation(self.seed, epoch, len(self.pool))]
+            keys += [(epoch, int(sample)) for sample in self._walk[offset : offset + size - len(keys)]]
         return keys
 
 
 class Mixture:
-    """Two walks interleaved: of each block of `of` positions, `some` come from the first walk.
+    """An order of two walks, interleaved: of each block of `of` positions, `some` come from the first walk.
 
     They are spread evenly, so that any part of a batch has its share, give or take one.
     """
@@ -77,11 +74,10 @@ class Mixture:
     def __init__(self, first: Order, rest: Order, *, some: int, of: int) -> None:
         self.first, self.rest, self.some, self.of = first, rest, some, of
 
-    def keys(self, start: int, count: int) -> list[Key]:
-        """The keys of `count` draws from position `start` on."""
-        taken = [position * self.some // self.of for position in range(start, start + count + 1)]  # by the first walk
+    def keys(self, start: int, size: int) -> list[Key]:
+        taken = [position * self.some // self.of for position in range(start, start + size + 1)]  # by the first walk
         first = iter(self.first.keys(taken[0], taken[-1] - taken[0]))
-        rest = iter(self.rest.keys(start - taken[0], count - (taken[-1] - taken[0])))
+        rest = iter(self.rest.keys(start - taken[0], size - (taken[-1] - taken[0])))
         return [next(first if after > before else rest) for before, after in pairwise(taken)]
 
 
@@ -94,8 +90,6 @@ def micro_batches(
     into `accumulate` parts, and each part is divided among the processes.
     """
     size = batch_size // (accumulate * world)
-    step = first_step
-    while True:
+    for step in count(first_step):
         for part in range(accumulate):
             yield order.keys(step * batch_size + (part * world + rank) * size, size)
-        step += 1

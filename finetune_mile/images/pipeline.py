@@ -11,6 +11,7 @@ import signal
 import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import exp, log, sqrt
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,14 +63,12 @@ def decode(data: bytes) -> Tensor:
         BadImage: the bytes are not an image, are cut off, or have more than `MOST_PIXELS`.
     """
     if data.startswith(_JPEG) and _jpeg_size_is_safe(data):
-        try:
+        with suppress(RuntimeError, AttributeError):  # some rare JPEGs only PIL can read; for a broken one it says why
             # The operator itself: torchvision 0.29's function around it warns at every call that it will be removed.
             # If the operator is removed too, PIL decodes.
             encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             image: Tensor = torch.ops.image.decode_jpeg(encoded, ImageReadMode.RGB.value, True)
             return image
-        except (RuntimeError, AttributeError):  # some rare JPEGs only PIL can read; for a broken one it says why
-            return _by_pil(data)
     return _by_pil(data)
 
 

@@ -246,7 +246,6 @@ class Chosen(NamedTuple):
 
 
 def read_cards() -> list[SplitCard]:
-    """Every card in recipes/splits."""
     paths = sorted((shipped("recipes") / "splits").glob("*.yaml"))
     return [SplitCard.model_validate(load_yaml_file(path)) for path in paths]
 

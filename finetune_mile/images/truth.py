@@ -8,33 +8,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from finetune_mile.core.files import open_regular
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.index import Data, locate
+from finetune_mile.images.index import Data, locate, multi_hot
+from finetune_mile.images.sources import check_truth
 from finetune_mile.images.sources.imagenet import VAL_NAME, real_labels, synsets
 from finetune_mile.images.sources.lists import read_rows, split_labels
+
+Sets = npt.NDArray[np.bool_]
 
 
 def with_truth(data: Data, spec: str) -> Data:
     """`data` with true label sets for its validation images.
 
     Args:
-        data: what a source gave.
-        spec: `real`; `csv:FILE` (columns file,labels); or `counts:FILE.npy,INDEX.csv,0.1` (see `from_counts`).
+        data: from a source.
+        spec: `real`; `csv:FILE` (columns file,labels); or `counts:FILE.npy,INDEX.csv,0.1` (see `_from_counts`).
     """
+    check_truth(spec)
     kind, _, where = spec.partition(":")
-    if kind == "real" and not where:
+    if kind == "real":
         return with_real(data, required=True)
-    if kind == "csv":
-        rows = read_rows(Path(where), ("file", "labels"), f"truth {spec}")
-        return from_sets(data, [row["file"] for row in rows], [split_labels(row["labels"]) for row in rows], spec)
-    if kind == "counts":
-        parts = where.split(",")
-        return from_counts(data, Path(parts[0]), Path(parts[1]), float(parts[2]), spec)
-    raise Problem(f"truth {spec}: write real, csv:FILE, or counts:FILE.npy,INDEX.csv,0.1")
+    return _from_counts(data, spec, *where.split(",")) if kind == "counts" else _from_csv(data, spec, Path(where))
 
 
 def with_real(data: Data, *, required: bool) -> Data:
@@ -45,7 +43,7 @@ def with_real(data: Data, *, required: bool) -> Data:
 
     Args:
         data: its classes are synsets, or 1,000 of any name in ImageNet's order.
-        required: whether other data is a problem, or stays as it is.
+        required: raise if this is other data; else return it unchanged.
     """
     order = synsets()
     position = {name: i for i, name in enumerate(data.classes)}
@@ -58,65 +56,60 @@ def with_real(data: Data, *, required: bool) -> Data:
         if required:
             raise Problem("truth real: is for ImageNet's validation images, named ILSVRC2012_val_00000001.JPEG")
         return data
-    truth = torch.zeros(len(keys), len(data.classes), dtype=torch.bool)
+    truth = np.zeros((len(keys), len(data.classes)), dtype=bool)
     pairs = [(i, columns[c]) for i, key in enumerate(keys) if key for c in sets[key[0]] if columns[c] >= 0]
-    where = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2)
-    truth[where[:, 0], where[:, 1]] = True
-    return _filled(data, truth) if required or bool(truth.any()) else data
+    rows = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    truth[rows[:, 0], rows[:, 1]] = True
+    return _filled(data, truth) if required or truth.any() else data
 
 
-def from_sets(data: Data, files: Sequence[str], sets: Sequence[Sequence[str]], spec: str) -> Data:
+def _from_csv(data: Data, spec: str, path: Path) -> Data:
     """Sets of class names, one a file; images that are not listed have no known set."""
-    position = {name: i for i, name in enumerate(data.classes)}
-    unknown = sorted({name for names in sets for name in names} - set(position))
+    rows = read_rows(path, ("file", "labels"), f"truth {spec}")
+    sets = [split_labels(row["labels"]) for row in rows]
+    unknown = sorted({name for names in sets for name in names} - set(data.classes))
     if unknown:
         raise Problem(f"truth {spec}: {len(unknown)} labels are no class of the data: {', '.join(unknown[:5])}")
-    truth = torch.zeros(len(data.val), len(data.classes), dtype=torch.bool)
-    for index, names in zip(_join(data, files, spec), sets, strict=True):
-        if index >= 0:
-            truth[index, [position[name] for name in names]] = True
-    return _filled(data, truth)
+    return _joined(data, spec, [row["file"] for row in rows], multi_hot(sets, data.classes) > 0)
 
 
-def from_counts(data: Data, counts_file: Path, index_file: Path, share: float, spec: str) -> Data:
+def _from_counts(data: Data, spec: str, counts_file: str, index_file: str, share: str) -> Data:
     """How many people chose each class, as in CIFAR-10H; a class is true from a share of the choices on.
 
     Args:
         data: its classes, sorted, are the columns.
+        spec: for messages.
         counts_file: an .npy of (M, C).
         index_file: a CSV with a column `file`; its line i belongs to row i.
         share: the least share of the choices that makes a class true.
-        spec: for messages.
     """
     try:
         with os.fdopen(open_regular(counts_file), "rb") as stream:
             counts = np.lib.format.read_array(stream, allow_pickle=False)
     except (OSError, ValueError, EOFError, MemoryError) as error:
         raise Problem(f"truth {spec}: {counts_file} cannot be read as .npy ({error})") from error
-    files = [row["file"] for row in read_rows(index_file, ("file",), f"truth {spec}: {index_file.name}")]
+    files = [row["file"] for row in read_rows(Path(index_file), ("file",), f"truth {spec}: {Path(index_file).name}")]
     if counts.shape != (len(files), len(data.classes)):
         raise Problem(
-            f"truth {spec}: the counts are {counts.shape}, wanted are {len(files)} files in {index_file.name} x "
+            f"truth {spec}: the counts are {counts.shape}, expected {len(files)} files in {Path(index_file).name} x "
             f"{len(data.classes)} classes"
         )
-    rows = np.array(_join(data, files, spec), dtype=np.int64)
-    chosen = counts / np.maximum(counts.sum(1, keepdims=True), 1) >= share
+    return _joined(data, spec, files, counts / np.maximum(counts.sum(1, keepdims=True), 1) >= float(share))
+
+
+def _joined(data: Data, spec: str, files: Sequence[str], sets: Sets) -> Data:
+    """Give each validation image the label set (M, C) of its file. A file may also be a training image."""
+    positions, missing = locate(files, data.val.ids)
+    _, nowhere = locate(missing, data.train.ids)
+    if nowhere:
+        raise Problem(f"truth {spec}: {len(nowhere)} files are not in the data: {', '.join(nowhere[:3])}")
+    rows = np.array(positions, dtype=np.int64)
     truth = np.zeros((len(data.val), len(data.classes)), dtype=bool)
-    truth[rows[rows >= 0]] = chosen[rows >= 0]
-    return _filled(data, torch.from_numpy(truth))
+    np.logical_or.at(truth, rows[rows >= 0], sets[rows >= 0])
+    return _filled(data, truth)
 
 
-def _join(data: Data, files: Sequence[str], spec: str) -> list[int]:
-    """Where each file is among the validation images; -1 = among the training images instead."""
-    found, missing = locate(files, data.val.ids)
-    if missing:
-        _, nowhere = locate(missing, data.train.ids)
-        if nowhere:
-            raise Problem(f"truth {spec}: {len(nowhere)} files are not in the data: {', '.join(nowhere[:3])}")
-    return found
-
-
-def _filled(data: Data, truth: Tensor) -> Data:
-    if not bool(truth.any()):
+def _filled(data: Data, truth: Sets) -> Data:
+    if not truth.any():
         raise Problem("truth: none of the validation images has a label set; do the file names belong to this data?")
-    return dataclasses.replace(data, val=dataclasses.replace(data.val, truth=truth))
+    return dataclasses.replace(data, val=dataclasses.replace(data.val, truth=torch.from_numpy(truth)))

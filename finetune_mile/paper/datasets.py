@@ -20,7 +20,7 @@ from finetune_mile.images.index import Data, ImageSet
 from finetune_mile.images.order import permutation, uniforms
 from finetune_mile.images.pipeline import centre_view
 from finetune_mile.images.sources import check_choices, folder, read_options
-from finetune_mile.images.sources.grids import make_grids, read_wanted, shrunk
+from finetune_mile.images.sources.grids import make_grids, read_grid_options, shrunk
 from finetune_mile.paper.idx import find_mnist, read_mnist
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def multi_mnist(where: str) -> Data:
             99 (100 classes), `download=yes` to let torchvision fetch.
     """
     choices = {"half": tuple(HALVES), "digits": ("1", "2"), "download": ("yes", "no")}
-    options = read_wanted("multi-mnist", where, cell=14, train=60_000, val=10_000, others=tuple(choices))
+    options = read_grid_options("multi-mnist", where, cell=14, train=60_000, val=10_000, others=tuple(choices))
     check_choices("multi-mnist", where, options.others, choices)
     length = options.others.get("digits", "1")
     mnist = read_mnist(find_mnist("multi-mnist", options.place, options.others.get("download") == "yes"))
@@ -89,7 +89,7 @@ def mosaic(where: str) -> Data:
         where: what `folder:` takes, and options: `DIR?rows=2&share=0.6&single=0.2&cell=32&train=20000&val=5000&draw=1`,
             also the folder's own `depth` and `val_from` (its `val`).
     """
-    options = read_wanted("mosaic", where, cell=32, train=20_000, val=5_000, others=("depth", "val_from"))
+    options = read_grid_options("mosaic", where, cell=32, train=20_000, val=5_000, others=("depth", "val_from"))
     query = "&".join(f"{key.removesuffix('_from')}={value}" for key, value in options.others.items())
     photos = folder.load(f"{options.place}?{query}" if query else options.place)
     sets = [

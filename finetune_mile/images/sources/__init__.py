@@ -37,7 +37,6 @@ PLACELESS = ("demo", "imagenet", *OF_MNIST)  # their name alone is enough
 
 
 def load_data(data: str) -> Data:
-    """Open a dataset by its --data."""
     scheme, where = split_name(data)
     module, _, function = SOURCES[scheme].partition(":")
     return cast(Callable[[str], Data], getattr(importlib.import_module(module), function))(where)

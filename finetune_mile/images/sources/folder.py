@@ -22,7 +22,9 @@ def load(where: str) -> Data:
     """
     place, options = read_options("folder", where, ("depth", "val"))
     root, flag = Path(place), f"--data folder:{where}"
-    depth = _depth(options.get("depth"), flag)
+    depth = options.get("depth")
+    if depth is not None and (not depth.isdecimal() or int(depth[:9]) < 1):
+        raise Problem(f"{flag}: depth={depth} must be a number of folders, such as depth=1")
     folders = [root]
     if (root / "train").is_dir():
         names = (options["val"],) if "val" in options else VAL_NAMES
@@ -45,14 +47,14 @@ def load(where: str) -> Data:
     return dataclasses.replace(data, unreadable=count_endings(name for scan in scans for name in scan.unread))
 
 
-def class_names(scan: Scan, flag: str, depth: int | None = None) -> list[str]:
+def class_names(scan: Scan, flag: str, depth: str | None = None) -> list[str]:
     """The class of every image of a scan: the folder that it is in."""
     folder = next((name for name in scan.empty if name), None)
     if folder is not None:
         unread = count_endings(name for name in scan.unread if name.startswith(folder))
         reason = f": {say_unreadable(unread)}" if unread else "; remove the folder or fill it"
         raise Problem(f"{flag}: no image in class {folder.rstrip('/')}{reason}")
-    if not len(scan):
+    if not len(scan.names):
         unread = count_endings(scan.unread)
         reason = f": {say_unreadable(unread)}" if unread else " (expected one folder per class: CLASS/IMAGE.jpg)"
         raise Problem(f"{flag}: no images in class folders below it{reason}")
@@ -60,12 +62,4 @@ def class_names(scan: Scan, flag: str, depth: int | None = None) -> list[str]:
     if "" in folders:
         stray = scan.names[folders.index("")]
         raise Problem(f"{flag}: {stray} is not in a class folder; expected one folder per class: CLASS/IMAGE.jpg")
-    return folders if depth is None else ["/".join(name.split("/")[:depth]) for name in folders]
-
-
-def _depth(text: str | None, flag: str) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text[:9]) < 1:
-        raise Problem(f"{flag}: depth={text} must be a number of folders, such as depth=1")
-    return int(text[:9])
+    return folders if depth is None else ["/".join(name.split("/")[: int(depth[:9])]) for name in folders]

@@ -122,7 +122,7 @@ class Grids:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class GridOptions:
     """The options that sources of grids share, read from the name of the data."""
 
     place: str
@@ -134,8 +134,10 @@ class Wanted:
     others: dict[str, str]
 
 
-def read_wanted(scheme: str, where: str, *, cell: int, train: int, val: int, others: tuple[str, ...] = ()) -> Wanted:
-    """`DIR?rows=2&share=0.55&train=20000`; what is left out is the paper's 3x3 grid, and the sizes given here."""
+def read_grid_options(
+    scheme: str, where: str, *, cell: int, train: int, val: int, others: tuple[str, ...] = ()
+) -> GridOptions:
+    """`DIR?rows=2&share=0.55&train=20000`; the defaults are the paper's 3x3 grid, and the sizes given here."""
     place, options = read_options(
         scheme, where, ("rows", "share", "single", "cell", "train", "val", "draw", *others)
     )  # fmt: skip
@@ -147,11 +149,11 @@ def read_wanted(scheme: str, where: str, *, cell: int, train: int, val: int, oth
         except ValueError:
             value = float("nan")
         if not low <= value <= high:
-            what = "whole number" if kind is int else "number"
-            raise Problem(f"--data {scheme}:{where}: {key}={text} must be a {what} from {low:g} to {high:g}")
+            noun = "whole number" if kind is int else "number"
+            raise Problem(f"--data {scheme}:{where}: {key}={text} must be a {noun} from {low:g} to {high:g}")
         return value
 
-    return Wanted(
+    return GridOptions(
         place=place,
         layout=Layout(
             rows=int(number("rows", 3, 1, 10)),

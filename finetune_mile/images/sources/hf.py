@@ -7,7 +7,7 @@ A label column may hold class numbers, names, or lists of either (several labels
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,13 @@ class Rows:
     """The encoded images of a `datasets.Dataset`, by row."""
 
     def __init__(self, table: Any, column: str) -> None:
-        """Keep the image column, undecoded.
-
-        Args:
-            table: a Dataset.
-            column: its image column.
-        """
         import datasets
 
-        bare = table.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-        self.rows = bare.with_format("arrow")
+        undecoded = table.select_columns([column]).cast_column(column, datasets.Image(decode=False))
+        self.rows = undecoded.with_format("arrow")
 
     def __call__(self, index: int) -> bytes:
-        """The file's content, from the table or from the path that stands there instead."""
+        """The file's content, from the table or from the path that the table has instead."""
         cell = self.rows[index].column(0)[0].as_py() or {}
         if cell.get("bytes") is not None:
             return bytes(cell["bytes"])
@@ -50,22 +44,40 @@ class Rows:
 
 
 def load(where: str) -> Data:
-    """Load a data set by its name or directory, and list its two halves."""
+    import datasets
+
     place, options = read_options("hf", where, OPTIONS)
     flag = f"--data hf:{where}"
     splits = _open(place, options.get("config"), flag)
-    train_name = _split(splits, options.get("train"), ("train", *splits), flag)
-    rest = [name for name in VAL_NAMES if name in splits]
-    val_name = _split(splits, options.get("val"), rest, flag) if rest or "val" in options else None
+
+    def pick(kind: str, key: str, existing: Mapping[str, Any], defaults: Sequence[str]) -> str | None:
+        """The split or column that an option names; else the first default that exists."""
+        if key in options and options[key] not in existing:
+            raise Problem(f"{flag}: there is no {kind} {options[key]!r}; there are {', '.join(existing)}")
+        return options.get(key) or next((name for name in defaults if name in existing), None)
+
+    train_name, val_name = pick("split", "train", splits, ("train", *splits)), pick("split", "val", splits, VAL_NAMES)
     train = splits[train_name]
-    image = _image_column(train, options.get("image"), flag)
-    label = _label_column(train, options.get("label"), flag)
+    features = train.features
+    columns = ", ".join(features)
+    images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    image = pick("column", "image", features, images if len(images) == 1 else ())
+    if image is None:
+        count = "several image columns" if images else "no image column"
+        raise Problem(f"{flag}: {count} among {columns}; name it with ?image=COLUMN")
+    typed = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    label = pick("column", "label", features, (*LABELS, *(typed if len(typed) == 1 else ())))
+    if label is None and not {"label", "labels"} & _note_fields(train).keys():
+        raise Problem(f"{flag}: no label column among {columns}; name it with ?label=COLUMN")
+
     tables = [train] if val_name in (None, train_name) else [train, splits[val_name]]
-    columns = [_labels(table, label) for table in tables]
-    classes, several = _classes(train.features[label], columns, _note_names(tables), flag)
-    halves = [_half(table, image, cells, classes, several, flag) for table, cells in zip(tables, columns, strict=True)]
-    name = Path(place).name or place
-    return make_data(name, classes, halves[0], halves[1] if len(halves) > 1 else None, flag)
+    cells = [_labels(table, label or NOTE) for table in tables]
+    several = any(isinstance(cell, list) for column in cells for cell in column[:1])
+    classes = _classes(features[label or NOTE], cells, tables, flag)
+    train_set, *val_set = (
+        _image_set(table, image, column, classes, several, flag) for table, column in zip(tables, cells, strict=True)
+    )
+    return make_data(Path(place).name or place, classes, train_set, val_set[0] if val_set else None, flag)
 
 
 def _open(place: str, config: str | None, flag: str) -> Any:
@@ -73,57 +85,22 @@ def _open(place: str, config: str | None, flag: str) -> Any:
     import datasets
 
     path = Path(place).expanduser()
-    shown = datasets.are_progress_bars_disabled()
+    hidden = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-                found = datasets.load_from_disk(str(path))
+                loaded = datasets.load_from_disk(str(path))
             else:
-                found = datasets.load_dataset(str(path) if path.exists() else place, name=config)
+                loaded = datasets.load_dataset(str(path) if path.exists() else place, name=config)
     except Exception as error:  # datasets, the hub and the network have no common base class of errors
-        reason = str(error).strip().splitlines()
-        raise Problem(f"{flag}: `datasets` cannot load it ({type(error).__name__}: {(reason or [''])[0]})") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise Problem(f"{flag}: `datasets` cannot load it ({type(error).__name__}: {reason})") from error
     finally:
-        if not shown:
+        if not hidden:
             datasets.enable_progress_bars()
-    return found if isinstance(found, dict) else {"train": found}
-
-
-def _split(splits: Any, wanted: str | None, fallbacks: Sequence[str], flag: str) -> str:
-    if wanted is not None and wanted not in splits:
-        raise Problem(f"{flag}: there is no split {wanted!r}; there are {', '.join(splits)}")
-    return wanted or next(name for name in fallbacks if name in splits)
-
-
-def _image_column(table: Any, wanted: str | None, flag: str) -> str:
-    import datasets
-
-    if wanted is not None and wanted not in table.features:
-        raise Problem(f"{flag}: there is no column {wanted!r}; there are {', '.join(table.features)}")
-    found = [name for name, kind in table.features.items() if isinstance(kind, datasets.Image)]
-    if wanted is None and len(found) != 1:
-        raise Problem(
-            f"{flag}: {'several image columns' if found else 'no image column'} among {', '.join(table.features)}; "
-            "name it with ?image=COLUMN"
-        )
-    return wanted or found[0]
-
-
-def _label_column(table: Any, wanted: str | None, flag: str) -> str:
-    import datasets
-
-    if wanted is not None:
-        if wanted not in table.features:
-            raise Problem(f"{flag}: there is no column {wanted!r}; there are {', '.join(table.features)}")
-        return wanted
-    named = [name for name in LABELS if name in table.features]
-    typed = [name for name, kind in table.features.items() if isinstance(kind, datasets.ClassLabel)]
-    found = named or (typed if len(typed) == 1 else [])
-    if not found and "label" not in _note_fields(table) and "labels" not in _note_fields(table):
-        raise Problem(f"{flag}: no label column among {', '.join(table.features)}; name it with ?label=COLUMN")
-    return found[0] if found else NOTE
+    return loaded if isinstance(loaded, dict) else {"train": loaded}
 
 
 def _note_fields(table: Any) -> dict[str, Any]:
@@ -140,73 +117,65 @@ def _labels(table: Any, column: str) -> list[Any]:
     return cells
 
 
-def _note_names(tables: Sequence[Any]) -> dict[int, str] | None:
-    """Class number to name, where WebDataset shards carry both; else the folder of the keys, where one-to-one."""
-    found: dict[int, set[str]] = {}
+def _classes(kind: Any, columns: list[list[Any]], tables: Sequence[Any], flag: str) -> list[str]:
+    inner: Any = kind[0] if isinstance(kind, list) else kind
+    inner = getattr(inner, "feature", inner)
+    if hasattr(inner, "names"):
+        return list(inner.names)
+    names = _shard_names(tables)
+    if names is not None:
+        return names
+    values = {v for cells in columns for cell in cells for v in (cell if isinstance(cell, list) else [cell])}
+    values -= {None, -1, ""}
+    if not all(isinstance(v, int) for v in values):
+        return sorted(map(str, values))
+    if max(values, default=-1) >= MOST_CLASSES:
+        raise Problem(f"{flag}: label {max(values)}: class numbers go up to {MOST_CLASSES - 1:,}")
+    return [str(k) for k in range(max(values, default=-1) + 1)]
+
+
+def _shard_names(tables: Sequence[Any]) -> list[str] | None:
+    """The name of each class number, where WebDataset shards have both; else the folder of the keys, if one-to-one."""
+    names: dict[int, set[str]] = {}
     for table in tables:
         if "cls" not in table.features or KEY not in table.features:
             return None
-        numbers = table.data.column("cls").to_pylist()
         if "label" in _note_fields(table):
-            names = [cell["label"] for cell in table.data.column(NOTE).to_pylist()]
+            labels = [cell["label"] for cell in table.data.column(NOTE).to_pylist()]
         else:
-            names = [key.rpartition("/")[0] for key in table.data.column(KEY).to_pylist()]
-        for k, name in zip(numbers, names, strict=True):
-            found.setdefault(k, set()).add(str(name))
-    names = [next(iter(some)) for some in found.values() if len(some) == 1]
-    if len(names) != len(found) or len(set(names)) != len(names) or "" in names or set(found) != set(range(len(found))):
+            labels = [key.rpartition("/")[0] for key in table.data.column(KEY).to_pylist()]
+        for k, name in zip(table.data.column("cls").to_pylist(), labels, strict=True):
+            names.setdefault(k, set()).add(str(name))
+    single = {next(iter(some)) for some in names.values() if len(some) == 1}
+    if len(single) != len(names) or "" in single or set(names) != set(range(len(names))):
         return None
-    return {k: next(iter(some)) for k, some in found.items()}
+    return [next(iter(names[k])) for k in range(len(names))]
 
 
-def _classes(kind: Any, columns: list[list[Any]], noted: dict[int, str] | None, flag: str) -> tuple[list[str], bool]:
-    """The class names in their order, and whether images have sets of labels."""
-    inner: Any = kind[0] if isinstance(kind, list) else kind
-    inner = getattr(inner, "feature", inner)
-    several = any(isinstance(cell, list) for cells in columns for cell in cells[:1])
-    if hasattr(inner, "names"):
-        return list(inner.names), several
-    values = {v for cells in columns for cell in cells for v in (cell if isinstance(cell, list) else [cell])}
-    values -= {None, -1, ""}
-    if noted is not None:
-        return [noted[k] for k in range(len(noted))], several
-    if all(isinstance(v, int) for v in values):
-        if max(values, default=-1) >= MOST_CLASSES:
-            raise Problem(f"{flag}: label {max(values)}: class numbers go up to {MOST_CLASSES - 1:,}")
-        return [str(k) for k in range(max(values, default=-1) + 1)], several
-    return sorted(map(str, values)), several
-
-
-def _half(table: Any, image: str, cells: list[Any], classes: list[str], several: bool, flag: str) -> ImageSet:
+def _image_set(table: Any, image: str, cells: list[Any], classes: list[str], several: bool, flag: str) -> ImageSet:
     if not len(table):
         raise Problem(f"{flag}: a split has no images")
-    names = [_names(cell, classes, flag) for cell in cells]
+    names = []
+    for cell in cells:
+        values = [value for value in (cell if isinstance(cell, list) else [cell]) if value not in (None, -1, "")]
+        outside = [value for value in values if isinstance(value, int) and not 0 <= value < len(classes)]
+        if outside:
+            raise Problem(f"{flag}: label {outside[0]} is outside of the {len(classes)} classes")
+        names.append([classes[value] if isinstance(value, int) else str(value) for value in values])
     return to_set(_ids(table, image, names, several), labels_of(names, classes, several), Rows(table, image))
-
-
-def _names(cell: Any, classes: list[str], flag: str) -> list[str]:
-    found = []
-    for value in cell if isinstance(cell, list) else [cell]:
-        if value in (None, -1, ""):
-            continue
-        if isinstance(value, int) and not 0 <= value < len(classes):
-            raise Problem(f"{flag}: label {value} is outside of the {len(classes)} classes")
-        found.append(classes[value] if isinstance(value, int) else str(value))
-    return found
 
 
 def _ids(table: Any, image: str, names: list[list[str]], several: bool) -> list[str]:
     """`<class>/<file name>` where rows know their files; else the number of the row."""
     if "id" in _note_fields(table):
         return [cell["id"] for cell in table.data.column(NOTE).to_pylist()]
+    files: list[str] = []
     if KEY in table.features:
         files = [f"{key}.{image}" for key in table.data.column(KEY).to_pylist()]
     elif table._indices is None:
         import pyarrow.compute as pc
 
         files = pc.struct_field(table.data.column(image), "path").to_pylist()
-    else:
-        files = []
     if not files or not all(files):
         return [f"row-{i:09d}" for i in range(len(table))]
     if several:

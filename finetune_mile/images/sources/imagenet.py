@@ -15,16 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from finetune_mile.core.files import open_text
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.index import Bytes, Data, Files, TarFiles, locate, number, scan_tree, to_set
 from finetune_mile.images.sources import read_options
 from finetune_mile.images.sources.folder import class_names
-from finetune_mile.images.sources.lists import read_rows
+from finetune_mile.images.sources.lists import read_lines, read_rows
 from finetune_mile.images.splits import make_data
 from finetune_mile.images.tars import scan_tar
 
-TRAIN_TAR, VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
+TAR = "ILSVRC2012_img_%s.tar"
 BELOW = ("", "ILSVRC/Data/CLS-LOC")  # the second is Kaggle's
 KAGGLE, TENSORFLOW = "LOC_val_solution.csv", "imagenet_2012_validation_synset_labels.txt"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
@@ -42,17 +41,17 @@ def load(where: str) -> Data:
 
     place, options = read_options("imagenet", where, ("labels",))
     root, flag = Path(place), f"--data imagenet:{where}"
-    train = _train(root, flag)
-    names, files, encoded = _val(root, flag)
-    if train is None:  # evaluation needs no training images
-        classes: list[str] = list(synsets())
-        train_set = to_set([], np.zeros(0, dtype=np.int64), encoded)
-    else:
-        train_names, train_files, train_encoded = train
-        classes = sorted(set(train_names))
-        train_set = to_set(train_files, number(train_names, classes), train_encoded)
-    if names is None:
-        names = _val_labels(root, files, options.get("labels"), flag)
+    train, val = _find(root, "train", flag), _find(root, "val", flag)
+    if val is None:
+        raise Problem(
+            f"{flag}: found neither train/ and val/ folders nor {TAR % 'train'} and {TAR % 'val'} there; "
+            "at least the validation images are needed"
+        )
+    names, files, encoded = val
+    train_names, train_files, train_encoded = train or ([], [], encoded)  # evaluation needs no training images
+    classes = sorted(set(train_names)) or list(synsets())
+    train_set = to_set(train_files, number(train_names, classes), train_encoded)
+    names = names or _val_labels(root, files, options.get("labels"), flag)
     unknown = sorted(set(names) - set(classes))
     if unknown:
         raise Problem(f"{flag}: validation images have classes that the training images lack: {', '.join(unknown[:5])}")
@@ -79,40 +78,25 @@ def _shipped_by_timm(name: str) -> bytes:
     return data
 
 
-def _train(root: Path, flag: str) -> tuple[list[str], list[str], Bytes] | None:
-    """Class names, ids and reader of the training images; None where there are none."""
-    folder = next((root / b / "train" for b in BELOW if (root / b / "train").is_dir()), None)
-    if folder is not None:
-        scan = scan_tree(folder, flag)
-        return class_names(scan, flag), list(scan.names), Files(folder, scan.names)
-    if (root / TRAIN_TAR).is_file():
-        files, reader = _in_tar(root / TRAIN_TAR, flag, nested=True)
-        return [name.rpartition("/")[0] for name in files], files, reader
-    return None
-
-
-def _val(root: Path, flag: str) -> tuple[list[str] | None, list[str], Bytes]:
-    """Class names (None: the folder or tar is flat), file names and reader of the validation images."""
-    folders = (*(root / b / "val" for b in BELOW), root / "ILSVRC2012_img_val")
+def _find(root: Path, split: str, flag: str) -> tuple[list[str], list[str], Bytes] | None:
+    """Class names ([]: validation images in a flat folder or tar), file names and reader; None: no such images."""
+    folders = [root / below / split for below in BELOW]
+    if split == "val":
+        folders.append(root / "ILSVRC2012_img_val")
     folder = next((folder for folder in folders if folder.is_dir()), None)
     if folder is not None:
         scan = scan_tree(folder, flag)
-        flat = len(scan) > 0 and "/" not in scan.names[0]
-        return None if flat else class_names(scan, flag), list(scan.names), Files(folder, scan.names)
-    if (root / VAL_TAR).is_file():
-        return None, *_in_tar(root / VAL_TAR, flag, nested=False)
-    raise Problem(
-        f"{flag}: found neither train/ and val/ folders nor {TRAIN_TAR} and {VAL_TAR} there; "
-        "at least the validation images are needed"
-    )
-
-
-def _in_tar(path: Path, flag: str, *, nested: bool) -> tuple[list[str], TarFiles]:
-    scan = scan_tar(path, nested=nested)
-    if not len(scan):
-        raise Problem(f"{flag}: no images in {path.name}")
-    which = np.zeros(len(scan), dtype=np.int64)
-    return list(scan.names), TarFiles([str(path)], which, scan.numbers["offset"], scan.numbers["size"])
+        flat = split == "val" and len(scan.names) > 0 and "/" not in scan.names[0]
+        return [] if flat else class_names(scan, flag), list(scan.names), Files(folder, scan.names)
+    tar = root / (TAR % split)
+    if not tar.is_file():
+        return None
+    scan = scan_tar(tar, nested=split == "train")
+    if not len(scan.names):
+        raise Problem(f"{flag}: no images in {tar.name}")
+    which = np.zeros(len(scan.names), dtype=np.int64)
+    names = [name.rpartition("/")[0] for name in scan.names] if split == "train" else []
+    return names, list(scan.names), TarFiles([str(tar)], which, scan.numbers["offset"], scan.numbers["size"])
 
 
 # ------------------------------------------------------------------------------------ labels of a flat folder or tar
@@ -139,7 +123,7 @@ def _val_labels(root: Path, files: list[str], given: str | None, flag: str) -> l
     if path.suffix == ".csv":
         table = _from_csv(path, flag)
     else:
-        lines = _from_devkit(path, flag) if path.name.endswith(".tar.gz") else _words(path, flag)
+        lines = _from_devkit(path, flag) if path.name.endswith(".tar.gz") else " ".join(read_lines(path, flag)).split()
         table = {f"ILSVRC2012_val_{i:08d}.JPEG": synset for i, synset in enumerate(lines, start=1)}
     known = set(synsets())
     strange = [label for label in table.values() if label not in known]
@@ -152,14 +136,6 @@ def _val_labels(root: Path, files: list[str], given: str | None, flag: str) -> l
             f"{flag}: {path.name} has no label for {len(missing)} of {len(files)} images: {', '.join(missing[:3])}"
         )
     return [table[names[i]] for i in positions]
-
-
-def _words(path: Path, flag: str) -> list[str]:
-    try:
-        with open_text(path) as stream:
-            return stream.read().split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise Problem(f"{flag}: {path.name} cannot be read ({error})") from error
 
 
 def _from_csv(path: Path, flag: str) -> dict[str, str]:
@@ -177,13 +153,12 @@ def _from_devkit(path: Path, flag: str) -> list[str]:
     try:
         with tarfile.open(path) as archive:
             inside = {Path(m.name).name: m for m in archive.getmembers()}
-            meta = archive.extractfile(inside["meta.mat"])
-            truth = archive.extractfile(inside["ILSVRC2012_validation_ground_truth.txt"])
-            assert meta is not None
-            assert truth is not None
-            table: Any = loadmat(io.BytesIO(meta.read()), squeeze_me=True)["synsets"]
-            numbers = truth.read().split()
+            files = [
+                archive.extractfile(inside[name]) for name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt")
+            ]
+            meta, truth = (file.read() for file in files if file is not None)
+        table: Any = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
         leaves = {int(row[0]): str(row[1]) for row in table if int(row[4]) == 0}
-        return [leaves[int(n)] for n in numbers]
+        return [leaves[int(n)] for n in truth.split()]
     except (OSError, KeyError, ValueError, EOFError, tarfile.TarError) as error:
         raise Problem(f"{flag}: {path.name} cannot be read as the development kit ({error!r})") from error

@@ -133,7 +133,7 @@ def load_celeba(where: str) -> Data:
             raise Problem(f"{flag}: {name} is missing (searched . and {folder})")
         return next(path for path in places if path.exists())
 
-    attributes = _lines(find("list_attr_celeba.txt", "Anno"), flag)
+    attributes = read_lines(find("list_attr_celeba.txt", "Anno"), flag)
     classes = attributes[1].split() if len(attributes) > 2 else []
     if len(classes) < 2:
         raise Problem(f"{flag}: list_attr_celeba.txt holds no attributes")
@@ -145,7 +145,7 @@ def load_celeba(where: str) -> Data:
                 f"{flag}: list_attr_celeba.txt line {line_number}: expected {len(classes)} values of 1 and -1"
             )
         table[file] = np.array(values, dtype=np.int8) > 0
-    parts = dict(line.split() for line in _lines(find("list_eval_partition.txt", "Eval"), flag))
+    parts = dict(line.split() for line in read_lines(find("list_eval_partition.txt", "Eval"), flag))
     unknown = sorted(set(parts) - set(table))
     if unknown:
         raise Problem(f"{flag}: list_eval_partition.txt names {len(unknown)} files without attributes ({unknown[0]})")
@@ -160,7 +160,7 @@ def load_celeba(where: str) -> Data:
     return make_data("celeba", classes, halves[0], halves[1], flag)
 
 
-def _lines(path: Path, flag: str, advice: str = "") -> list[str]:
+def read_lines(path: Path, flag: str, advice: str = "") -> list[str]:
     try:
         with open_text(path) as stream:
             return [line for line in stream.read().splitlines() if line.strip()]
@@ -187,7 +187,7 @@ def load_webvision(where: str) -> Data:
         raise Problem(f"{flag}: parts={wrong[0]} is neither google nor flickr")
     info = root / "info" if (root / "info").is_dir() else root
     advice = "; is this WebVision 1.0 with its info/?"
-    synsets = [line.split(maxsplit=1)[0] for line in _lines(info / "synsets.txt", flag, advice)]
+    synsets = [line.split(maxsplit=1)[0] for line in read_lines(info / "synsets.txt", flag, advice)]
     limit = options.get("classes", str(len(synsets)))
     if not limit.isdecimal() or len(limit) > 9 or not 2 <= int(limit) <= len(synsets):
         raise Problem(f"{flag}: classes={limit} must be from 2 to {len(synsets)}")
@@ -195,7 +195,7 @@ def load_webvision(where: str) -> Data:
     def listed(name: str) -> list[tuple[str, int]]:
         """The (file, class) pairs of a list, of the classes that are used."""
         pairs = []
-        for line_number, line in enumerate(_lines(info / name, flag, advice), start=1):
+        for line_number, line in enumerate(read_lines(info / name, flag, advice), start=1):
             file, _, label = line.rpartition(" ")
             if not file or not label.isdigit():
                 raise Problem(f"{flag}: {name} line {line_number} is not `file number`")

@@ -2,22 +2,23 @@
 
 `train*.tar` and `val*.tar` are the two halves (or folders `train/` and `val/`); other names are one set that is split.
 The class is the number in `.cls`, or the name(s) in `.json` under `label` or `labels`. A class that has only a number
-is called by the folder of its keys, where each class has one of its own.
+is named after the folder of its keys, if each class has its own folder.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from finetune_mile.core.files import open_regular, size_in_words
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.index import ENDINGS, MOST_CLASSES, Data, ImageSet, TarFiles, labels_of, to_set
+from finetune_mile.images.order import Indices
 from finetune_mile.images.splits import make_data
 from finetune_mile.images.tars import scan_tar
 
@@ -26,24 +27,39 @@ VAL_STARTS = ("val", "validation", "test")
 LARGEST_NOTE = 2**20  # bytes of one .cls or .json
 
 
+class Sample(NamedTuple):
+    """One image in a shard, and its label."""
+
+    key: str
+    ending: str
+    number: int  # in .cls; -1 = none
+    note: dict[str, Any]  # in .json
+    place: tuple[int, int, int]  # shard, offset, size
+
+    def names(self, by_number: dict[int, str]) -> list[str]:
+        if "labels" in self.note:
+            return [str(name) for name in self.note["labels"]]
+        if "label" in self.note and not isinstance(self.note["label"], int):
+            return [str(self.note["label"])]
+        number = self.number if self.number >= 0 else int(self.note.get("label", -1))
+        return [by_number.get(number, str(number))] if number >= 0 else []
+
+
 def load(where: str) -> Data:
-    """Index the shards at `where`."""
     root, flag = Path(where), f"--data wds:{where}"
     state = read_state(root / STATE) if (root / STATE).is_file() else {}
     if state and not state.get("complete"):
         raise Problem(f"{flag}: packing is incomplete; run the same `finetune-mile pack` again to continue")
-    train_paths, val_paths = shards(root, flag)
-    train = Half(train_paths, flag)
-    if not train.keys:
+    shards = _shards(root, flag)
+    halves = [[sample for i, path in enumerate(paths) for sample in _samples(i, path)] for paths in shards]
+    if not halves[0]:
         raise Problem(f"{flag}: no images in the shards")
-    val = Half(val_paths, flag) if val_paths else None
-    classes = state.get("classes") or class_order([train, val] if val else [train])
-    name = state.get("name", root.resolve().name)
-    return make_data(name, classes, train.to_set(classes), val.to_set(classes) if val else None, flag)
+    classes = state.get("classes") or _class_order([sample for half in halves for sample in half])
+    train, *val = (_image_set(paths, half, classes, flag) for paths, half in zip(shards, halves, strict=True))
+    return make_data(state.get("name", root.resolve().name), classes, train, val[0] if val else None, flag)
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The content of pack.json."""
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -53,118 +69,50 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def shards(root: Path, flag: str) -> tuple[list[Path], list[Path]]:
-    """Tar files for training, and for validation (none: one set)."""
-    found = sorted([*root.glob("*.tar"), *root.glob("*/*.tar")])
-    if not found:
+def _shards(root: Path, flag: str) -> list[list[Path]]:
+    """Tar files for training and for validation; or all of them, as one set."""
+    paths = sorted([*root.glob("*.tar"), *root.glob("*/*.tar")])
+    if not paths:
         raise Problem(f"{flag}: there is no .tar file in it")
-    first = {path: (path.name if path.parent == root else path.parent.name) for path in found}
+    first = {path: (path.name if path.parent == root else path.parent.name) for path in paths}
+    train = [path for path in paths if first[path].startswith("train")]
     for start in VAL_STARTS:
-        val = [path for path in found if first[path].startswith(start)]
-        train = [path for path in found if first[path].startswith("train")]
+        val = [path for path in paths if first[path].startswith(start)]
         if train and val:
-            return train, val
-    return found, []
+            return [train, val]
+    return [paths]
 
 
-class Half:
-    """The samples of some shards: where each image is, and its label."""
-
-    def __init__(self, paths: list[Path], flag: str) -> None:
-        """Index every shard.
-
-        Args:
-            paths: tar files.
-            flag: how a message begins.
-        """
-        self.flag = flag
-        self.keys: list[str] = []
-        self.endings: list[str] = []
-        self.notes: list[dict[str, Any]] = []  # of .json
-        self.numbers: list[int] = []  # of .cls; -1 = none
-        places: list[tuple[int, int, int]] = []
-        for which, path in enumerate(paths):
-            for key, parts in _samples(path).items():
-                ending = next((e for e in parts if f".{e}".lower().endswith(ENDINGS)), None)
-                if ending is None:
-                    continue
-                self.keys.append(key)
-                self.endings.append(ending)
-                self.numbers.append(_number(parts.get("cls"), path, key))
-                self.notes.append(_note(parts.get("json"), path, key))
-                offset, size = parts[ending][0], parts[ending][1]
-                places.append((which, offset, size))
-        table: npt.NDArray[np.int64] = np.array(places, dtype=np.int64).reshape(-1, 3)
-        self.encoded = TarFiles([str(p) for p in paths], *table.T.copy())
-
-    def names(self, index: int, by_number: dict[int, str]) -> list[str]:
-        """The class names of a sample."""
-        note = self.notes[index]
-        if "labels" in note:
-            return [str(name) for name in note["labels"]]
-        if "label" in note and not isinstance(note["label"], int):
-            return [str(note["label"])]
-        known = self.numbers[index] if self.numbers[index] >= 0 else int(note.get("label", -1))
-        return [by_number.get(known, str(known))] if known >= 0 else []
-
-    @property
-    def several(self) -> bool:
-        """Do images have sets of labels?"""
-        return any("labels" in note for note in self.notes)
-
-    def to_set(self, classes: list[str]) -> ImageSet:
-        """The image set of these samples."""
-        by_number = dict(enumerate(classes))
-        names = [self.names(i, by_number) for i in range(len(self.keys))]
-        unknown = sorted({name for some in names for name in some} - set(classes))
-        if unknown:
-            raise Problem(f"{self.flag}: label {unknown[0]!r} in the shards is none of the {len(classes)} classes")
-        ids = []
-        for key, ending, note, some in zip(self.keys, self.endings, self.notes, names, strict=True):
-            file = f"{key.rpartition('/')[2]}.{ending}"
-            ids.append(str(note.get("id") or (f"{some[0]}/{file}" if some and not self.several else f"{key}.{ending}")))
-        return to_set(ids, labels_of(names, classes, self.several), self.encoded)
-
-
-def class_order(halves: list[Half]) -> list[str]:
-    """Class names: of the .json files, sorted; else the folders of the keys; else the numbers."""
-    folders: dict[int, set[str]] = {}
-    for half in halves:
-        for key, known in zip(half.keys, half.numbers, strict=True):
-            folders.setdefault(known, set()).add(key.rpartition("/")[0])
-    top = max(folders)
-    owners = [next(iter(found)) for found in folders.values() if len(found) == 1]
-    own = min(folders) == 0 and len(owners) == top + 1 == len(set(owners)) and "" not in owners
-    by_number = {k: next(iter(folders[k])) if own else str(k) for k in range(top + 1)}
-    used = {name for half in halves for i in range(len(half.keys)) for name in half.names(i, by_number)}
-    numbered = [by_number[k] for k in range(top + 1)]
-    return numbered if used <= set(numbered) else sorted(used)
-
-
-def _samples(path: Path) -> dict[str, dict[str, tuple[int, int, bytes]]]:
-    """Key to ending to (offset, size, content of .cls and .json)."""
+def _samples(shard: int, path: Path) -> Iterator[Sample]:
     scan = scan_tar(path)
-    found: dict[str, dict[str, tuple[int, int, bytes]]] = {}
+    offsets, sizes = scan.numbers["offset"].tolist(), scan.numbers["size"].tolist()
+    parts: dict[str, dict[str, tuple[int, int]]] = {}  # key to ending to place
+    for name, offset, size in zip(scan.names, offsets, sizes, strict=True):
+        folder, _, file = name.rpartition("/")
+        stem, _, ending = file.partition(".")
+        parts.setdefault(f"{folder}/{stem}" if folder else stem, {})[ending] = (offset, size)
     with os.fdopen(open_regular(path), "rb") as stream:
-        for name, offset, size in zip(
-            scan.names, scan.numbers["offset"].tolist(), scan.numbers["size"].tolist(), strict=True
-        ):
-            folder, _, file = name.rpartition("/")
-            stem, _, ending = file.partition(".")
-            content = b""
-            if ending in ("cls", "json"):
-                if size > LARGEST_NOTE:
-                    raise Problem(f"{path}: {name} is larger than {size_in_words(LARGEST_NOTE)}")
-                stream.seek(offset)
-                content = stream.read(size)
-            found.setdefault(f"{folder}/{stem}" if folder else stem, {})[ending] = (offset, size, content)
-    return found
+
+        def content(key: str, ending: str) -> bytes | None:
+            if ending not in parts[key]:
+                return None
+            offset, size = parts[key][ending]
+            if size > LARGEST_NOTE:
+                raise Problem(f"{path}: {key}.{ending} is larger than {size_in_words(LARGEST_NOTE)}")
+            stream.seek(offset)
+            return stream.read(size)
+
+        for key, places in parts.items():
+            image = next((ending for ending in places if f".{ending}".lower().endswith(ENDINGS)), None)
+            if image is not None:
+                number, note = _number(content(key, "cls"), path, key), _note(content(key, "json"), path, key)
+                yield Sample(key, image, number, note, (shard, *places[image]))
 
 
-def _number(part: tuple[int, int, bytes] | None, path: Path, key: str) -> int:
-    if part is None:
+def _number(text: bytes | None, path: Path, key: str) -> int:
+    if text is None:
         return -1
-    text = part[2].strip()
+    text = text.strip()
     if not text.isdigit():
         raise Problem(f"{path}: {key}.cls holds {text[:20].decode(errors='replace')!r}, not a class number")
     if len(text) > 18 or int(text) >= MOST_CLASSES:
@@ -172,11 +120,40 @@ def _number(part: tuple[int, int, bytes] | None, path: Path, key: str) -> int:
     return int(text)
 
 
-def _note(part: tuple[int, int, bytes] | None, path: Path, key: str) -> dict[str, Any]:
-    if part is None:
-        return {}
+def _note(text: bytes | None, path: Path, key: str) -> dict[str, Any]:
     try:
-        note = json.loads(part[2])
-    except ValueError as error:
+        note = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise Problem(f"{path}: {key}.json is not JSON ({error})") from error
     return note if isinstance(note, dict) else {}
+
+
+def _class_order(samples: list[Sample]) -> list[str]:
+    """Class names: of the .json files, sorted; else the folders of the keys; else the numbers."""
+    folders: dict[int, set[str]] = {}
+    for sample in samples:
+        folders.setdefault(sample.number, set()).add(sample.key.rpartition("/")[0])
+    count = max(folders) + 1
+    owners = {next(iter(some)) for some in folders.values() if len(some) == 1}
+    own = min(folders) == 0 and len(owners) == len(folders) == count and "" not in owners
+    numbered = [next(iter(folders[k])) if own else str(k) for k in range(count)]
+    by_number = dict(enumerate(numbered))
+    used = {name for sample in samples for name in sample.names(by_number)}
+    return numbered if used <= set(numbered) else sorted(used)
+
+
+def _image_set(paths: list[Path], samples: list[Sample], classes: list[str], flag: str) -> ImageSet:
+    by_number = dict(enumerate(classes))
+    names = [sample.names(by_number) for sample in samples]
+    unknown = sorted({name for some in names for name in some} - set(classes))
+    if unknown:
+        raise Problem(f"{flag}: label {unknown[0]!r} in the shards is none of the {len(classes)} classes")
+    several = any("labels" in sample.note for sample in samples)
+    ids = []
+    for sample, some in zip(samples, names, strict=True):
+        file = f"{sample.key}.{sample.ending}"
+        by_class = f"{some[0]}/{file.rpartition('/')[2]}" if some and not several else file
+        ids.append(str(sample.note.get("id") or by_class))
+    places: Indices = np.array([sample.place for sample in samples], dtype=np.int64).reshape(-1, 3)
+    encoded = TarFiles([str(path) for path in paths], *places.T.copy())
+    return to_set(ids, labels_of(names, classes, several), encoded)
