@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Bytes = Callable[[int], bytes]
-# From probabilities (n, C) and the validation images (n,) that they belong to.
-ExtraScores: TypeAlias = "Callable[[Tensor, Tensor], dict[str, float]]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +64,8 @@ class Data:
     classes: tuple[str, ...]
     train: ImageSet
     val: ImageSet
-    extra_scores: ExtraScores | None = None  # the source's own numbers for results.json
+    # The source's own numbers for results.json, from probabilities (n, C) and the validation images (n,) of the rows.
+    extra_scores: Callable[[Tensor, Tensor], dict[str, float]] | None = None
     unreadable: Mapping[str, int] = field(default_factory=dict)  # files beside the images, by ending: .heic, .dng, ...
 
 
@@ -95,13 +94,7 @@ class Names(Sequence[str]):
     def __len__(self) -> int:
         return len(self.ends)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
+    def __getitem__(self, index: Any) -> Any:  # a name, or a list of them for a slice
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         position = range(len(self))[index]  # negative ones too, and IndexError

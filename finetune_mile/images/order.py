@@ -42,8 +42,7 @@ def uniforms(seed: int, epoch: int | Indices, samples: Indices, count: int) -> n
 
 def permutation(seed: int, epoch: int, size: int) -> Indices:
     """The shuffled positions of one epoch, (size,): sorted by their hash."""
-    order: Indices = np.argsort(hashes(seed, epoch, np.arange(size)), kind="stable")
-    return order
+    return np.argsort(hashes(seed, epoch, np.arange(size)), kind="stable")
 
 
 class Order:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 Box = tuple[int, int, int, int]  # top, left, height, width
 
-_JPEG = b"\xff\xd8\xff"
 MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 2**26)  # 179 million: PIL's own limit, applied to JPEGs too
 # Markers of a frame header, which holds the size: SOF0 to SOF15 without DHT (c4), JPG (c8) and DAC (cc).
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
@@ -62,7 +61,7 @@ def decode(data: bytes) -> Tensor:
     Raises:
         BadImage: the bytes are not an image, are cut off, or have more than `MOST_PIXELS`.
     """
-    if data.startswith(_JPEG) and _jpeg_size_is_safe(data):
+    if data.startswith(b"\xff\xd8\xff") and _jpeg_size_is_safe(data):
         with suppress(RuntimeError, AttributeError):  # some rare JPEGs only PIL can read; for a broken one it says why
             # The operator itself: torchvision 0.29's function around it warns at every call that it will be removed.
             # If the operator is removed too, PIL decodes.
@@ -203,6 +202,14 @@ class Views(Dataset[tuple[Batch, dict[int, str]]]):
     A training image that cannot be read is replaced by the next one of its pool, with the draws of its own key: the
     replacement depends neither on workers nor on processes. An evaluation image that cannot be read is black, and the
     caller leaves out the samples in `bad`, which are there once the batch has come out of `batches`.
+
+    Args:
+        images: all images of a split.
+        preprocess: the input that the network expects.
+        augmentation: for training; None: the evaluation view.
+        seed: of the augmentation.
+        pool: sorted samples that a bad one is replaced from; None: all.
+        on_bad: told, in the process that takes the batches, of samples that could not be read.
     """
 
     def __init__(
@@ -215,16 +222,6 @@ class Views(Dataset[tuple[Batch, dict[int, str]]]):
         pool: Indices | None = None,
         on_bad: Callable[[Mapping[int, str]], None] | None = None,
     ) -> None:
-        """Arguments that their types do not explain.
-
-        Args:
-            images: all images of a split.
-            preprocess: the input that the network expects.
-            augmentation: for training; None: the evaluation view.
-            seed: of the augmentation.
-            pool: sorted samples that a bad one is replaced from; None: all.
-            on_bad: told, in the process that takes the batches, of samples that could not be read.
-        """
         self.images, self.preprocess, self.augmentation, self.seed = images, preprocess, augmentation, seed
         self.pool, self.on_bad = pool, on_bad
         self.bad: dict[int, str] = {}
@@ -297,12 +294,11 @@ def _unchanged(batch: Any) -> Any:
     return batch  # `Views.read` has put the batch together
 
 
-def _outlive_sigterm(worker: int) -> None:
+def _outlive_sigterm(_worker: int) -> None:
     """SLURM, systemd and torchrun send SIGTERM to every process: a loader must outlive it, so that the run can save.
 
     It ends when the run asks it to, or when the run is gone.
     """
-    del worker
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 

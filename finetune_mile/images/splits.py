@@ -13,18 +13,18 @@ import json
 import lzma
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from finetune_mile.core.download import RemoteFile, fetch
 from finetune_mile.core.files import cache, load_yaml_file, open_regular, shipped, size_in_words
 from finetune_mile.core.problems import Problem
-from finetune_mile.core.types import Pool
+from finetune_mile.core.types import Pool, Section
 from finetune_mile.images.index import Data, ImageSet, Names, Picked, locate
 from finetune_mile.images.order import Indices, hashes
 
@@ -44,18 +44,23 @@ _TRAIN_NAME = re.compile(r"(.*/)?n\d{8}_\d+(_n\d{8})?\.JPEG$")
 # ------------------------------------------------------------------------------------ training and validation images
 
 
-def make_data(name: str, classes: Sequence[str], train: ImageSet, val: ImageSet | None, flag: str) -> Data:
-    """The data of a source. Without validation images, a fifth of each class is held out: the same for every seed."""
+def make_data(name: str, classes: Sequence[str], sets: Iterable[ImageSet], flag: str) -> Data:
+    """The data of a source that has training and validation images, or one set of both.
+
+    Of one set, a fifth of each class is for validation: the same images for every seed.
+    """
     if len(classes) < 2:
         count = f"only one class ({classes[0]})" if classes else "no labels"
         raise Problem(f"{flag}: {count}; two are needed")
-    if val is None:
-        held_out = stratified(one_label_each(train.given).numpy(), train.ids, VAL_SHARE, seed=0)
-        rest = np.setdiff1d(np.arange(len(train)), held_out, assume_unique=True)
+    halves = list(sets)
+    if len(halves) == 1:
+        images = halves[0]
+        held_out = stratified(one_label_each(images.given).numpy(), images.ids, VAL_SHARE, seed=0)
+        rest = np.setdiff1d(np.arange(len(images)), held_out, assume_unique=True)
         if len(rest) == 0 or len(held_out) == 0:
             raise Problem(f"{flag}: one image per class cannot be split; add images, or validation images of their own")
-        train, val = _take(train, rest), _take(train, held_out)
-    return Data(name=name, classes=tuple(classes), train=train, val=val)
+        halves = [_take(images, rest), _take(images, held_out)]
+    return Data(name=name, classes=tuple(classes), train=halves[0], val=halves[1])
 
 
 def _take(images: ImageSet, rows: Indices) -> ImageSet:
@@ -169,7 +174,6 @@ def make_pools(images: ImageSet, fraction: float, seed: int, chosen: Chosen | No
 
 
 def _check_list(labels: Indices, chosen: Chosen) -> None:
-    """A list must name labelled images, and some of every class that has any."""
     listed = labels[chosen.indices]
     if (listed < 0).any():
         raise Problem(f"--split {chosen.source}: {int((listed < 0).sum())} of the images it names have no label")
@@ -223,10 +227,8 @@ def balanced_weights(given: Tensor, num_classes: int) -> Tensor:
 # ------------------------------------------------------------------------------------ lists of labelled images
 
 
-class SplitCard(BaseModel):
+class SplitCard(Section):
     """A published list: facts only. The file is fetched on first use."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     data: str = Field(description="which data it is a part of; imagenet is the only one so far")

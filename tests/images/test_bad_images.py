@@ -5,14 +5,15 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from photos import photo
 from safetensors.torch import load_file
 
 from finetune_mile import cli
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images import index as index_module
-from finetune_mile.images.index import BadImages, allowed
+from finetune_mile.images.index import BadImages, ImageSet, allowed
 from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources import load_data
 from finetune_mile.run import main
@@ -66,6 +67,17 @@ def test_the_last_one_is_followed_by_the_first(folder):
     for workers in (0, 1):
         with pytest.raises(Problem, match=r"none of 100 images in a row can be read; the first, a/7.jpg, says: Trunc"):
             list(batches(nothing, [[(0, 7)]], workers=workers, pin=False))
+
+
+def test_a_hundred_bad_images_of_many_end_the_run():
+    """The image after the last that was tried has no reason of its own."""
+
+    def read(_):
+        raise BadImage("is broken")
+
+    images = ImageSet(ids=[f"{i}.jpg" for i in range(120)], given=torch.zeros(120).long(), truth=None, read=read)
+    with pytest.raises(Problem, match=r"none of 100 images in a row can be read; the first, 5.jpg, says: is broken"):
+        list(batches(Views(images, HOW, CROP, 1), [[(0, 5)]], workers=0, pin=False))
 
 
 def test_evaluation_sees_black_and_is_told(folder):

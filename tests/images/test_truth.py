@@ -58,7 +58,7 @@ def test_human_counts(tmp_path):
     found = with_truth(data, f"counts:{tmp_path / 'counts.npy'},{tmp_path / 'index.csv'},0.1").val.truth
     assert found.int().tolist() == [[0, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]]
     np.save(tmp_path / "counts.npy", np.zeros((3, 2)))
-    with pytest.raises(Problem, match=r"the counts are \(3, 2\), wanted are 3 files in index.csv x 3 classes"):
+    with pytest.raises(Problem, match=r"the counts are \(3, 2\), expected 3 files in index.csv x 3 classes"):
         with_truth(data, f"counts:{tmp_path / 'counts.npy'},{tmp_path / 'index.csv'},0.1")
 
 

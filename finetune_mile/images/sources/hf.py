@@ -17,7 +17,6 @@ from finetune_mile.images.index import MOST_CLASSES, Data, ImageSet, labels_of, 
 from finetune_mile.images.sources import read_options
 from finetune_mile.images.splits import make_data
 
-OPTIONS = ("image", "label", "train", "val", "config")
 LABELS = ("label", "labels", "cls", "fine_label", "class", "category")
 VAL_NAMES = ("validation", "val", "valid", "dev", "test")
 KEY, NOTE = "__key__", "json"  # columns of WebDataset shards
@@ -46,7 +45,7 @@ class Rows:
 def load(where: str) -> Data:
     import datasets
 
-    place, options = read_options("hf", where, OPTIONS)
+    place, options = read_options("hf", where, ("image", "label", "train", "val", "config"))
     flag = f"--data hf:{where}"
     splits = _open(place, options.get("config"), flag)
 
@@ -74,10 +73,10 @@ def load(where: str) -> Data:
     cells = [_labels(table, label or NOTE) for table in tables]
     several = any(isinstance(cell, list) for column in cells for cell in column[:1])
     classes = _classes(features[label or NOTE], cells, tables, flag)
-    train_set, *val_set = (
+    sets = (
         _image_set(table, image, column, classes, several, flag) for table, column in zip(tables, cells, strict=True)
     )
-    return make_data(Path(place).name or place, classes, train_set, val_set[0] if val_set else None, flag)
+    return make_data(Path(place).name or place, classes, sets, flag)
 
 
 def _open(place: str, config: str | None, flag: str) -> Any:

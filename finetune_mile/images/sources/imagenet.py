@@ -57,7 +57,7 @@ def load(where: str) -> Data:
         raise Problem(f"{flag}: validation images have classes that the training images lack: {', '.join(unknown[:5])}")
     ids = [f"{label}/{file.rpartition('/')[2]}" for label, file in zip(names, files, strict=True)]
     val_set = to_set(ids, number(names, classes), encoded)
-    return with_real(make_data("imagenet", classes, train_set, val_set, flag), required=False)
+    return with_real(make_data("imagenet", classes, (train_set, val_set), flag), required=False)
 
 
 def synsets() -> tuple[str, ...]:
@@ -139,11 +139,9 @@ def _val_labels(root: Path, files: list[str], given: str | None, flag: str) -> l
 
 
 def _from_csv(path: Path, flag: str) -> dict[str, str]:
-    if path.name == KAGGLE:
-        rows = read_rows(path, ("ImageId", "PredictionString"), f"{flag}: {path.name}")
-        return {f"{row['ImageId']}.JPEG": row["PredictionString"].split()[0] for row in rows}
-    rows = read_rows(path, ("file", "label"), f"{flag}: {path.name}")
-    return {row["file"].strip(): row["label"].strip() for row in rows}
+    file, label, ending = ("ImageId", "PredictionString", ".JPEG") if path.name == KAGGLE else ("file", "label", "")
+    rows = read_rows(path, (file, label), f"{flag}: {path.name}")
+    return {row[file].strip() + ending: row[label].strip().partition(" ")[0] for row in rows}
 
 
 def _from_devkit(path: Path, flag: str) -> list[str]:

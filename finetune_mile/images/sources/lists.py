@@ -16,9 +16,6 @@ from finetune_mile.images.index import Data, Files, ImageSet, labels_of, multi_h
 from finetune_mile.images.sources import read_options
 from finetune_mile.images.splits import make_data
 
-Row = dict[str, str]
-
-
 # ------------------------------------------------------------------------------------ csv:FILE
 
 TRAIN, VAL = ("train", "training"), ("val", "valid", "validation", "test")
@@ -64,11 +61,10 @@ def load_csv(where: str) -> Data:
         matrix = multi_hot([truth[name] for name in images.ids], classes)
         return dataclasses.replace(images, truth=torch.from_numpy(matrix).bool())
 
-    train, *val = (half(group) for group in _groups(rows, flag))
-    return make_data(path.stem, classes, train, val[0] if val else None, flag)
+    return make_data(path.stem, classes, (half(group) for group in _groups(rows, flag)), flag)
 
 
-def read_rows(path: Path, columns: Sequence[str], flag: str) -> list[Row]:
+def read_rows(path: Path, columns: Sequence[str], flag: str) -> list[dict[str, str]]:
     """The rows of a CSV file with a header; a missing file, column or cell raises."""
     try:
         with open_text(path, "utf-8-sig") as stream:
@@ -94,7 +90,7 @@ def split_labels(text: str, separator: str = ";") -> list[str]:
     return [part.strip() for part in text.split(separator) if part.strip()]
 
 
-def _groups(rows: list[Row], flag: str) -> list[list[int]]:
+def _groups(rows: list[dict[str, str]], flag: str) -> list[list[int]]:
     """Row numbers of train and val, or of everything."""
     if "split" not in rows[0]:
         return [list(range(len(rows)))]
@@ -157,7 +153,7 @@ def load_celeba(where: str) -> Data:
             raise Problem(f"{flag}: list_eval_partition.txt has no image of the part {part}")
         labels = np.stack([table[file] for file in files]).astype(np.int8)
         halves.append(to_set(files, labels, Files(folder, files)))
-    return make_data("celeba", classes, halves[0], halves[1], flag)
+    return make_data("celeba", classes, halves, flag)
 
 
 def read_lines(path: Path, flag: str, advice: str = "") -> list[str]:
@@ -214,6 +210,5 @@ def load_webvision(where: str) -> Data:
         raise Problem(f"{flag}: there is no val_images/ (nor val_images_256/)")
     if not train:
         raise Problem(f"{flag}: no images")
-    return make_data(
-        root.resolve().name, synsets[: int(limit)], image_set(root, train), image_set(root / val_folder, val), flag
-    )
+    sets = (image_set(root, train), image_set(root / val_folder, val))
+    return make_data(root.resolve().name, synsets[: int(limit)], sets, flag)

@@ -55,8 +55,8 @@ def load(where: str) -> Data:
     if not halves[0]:
         raise Problem(f"{flag}: no images in the shards")
     classes = state.get("classes") or _class_order([sample for half in halves for sample in half])
-    train, *val = (_image_set(paths, half, classes, flag) for paths, half in zip(shards, halves, strict=True))
-    return make_data(state.get("name", root.resolve().name), classes, train, val[0] if val else None, flag)
+    sets = (_image_set(paths, half, classes, flag) for paths, half in zip(shards, halves, strict=True))
+    return make_data(state.get("name", root.resolve().name), classes, sets, flag)
 
 
 def read_state(path: Path) -> dict[str, Any]:
