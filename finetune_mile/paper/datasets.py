@@ -52,8 +52,8 @@ def multi_mnist(where: str) -> Data:
     test_part = HALVES[options.others.get("half", "all")]
     sets = []
     for number, name, images, labels, part, count in (
-        (1, "train", mnist.train_images, mnist.train_labels, slice(None), options.train),
-        (2, "val", mnist.test_images, mnist.test_labels, test_part, options.val),
+        (1, "train", mnist["train_images"], mnist["train_labels"], slice(None), options.train),
+        (2, "val", mnist["test_images"], mnist["test_labels"], test_part, options.val),
     ):
         seed = 2 * options.draw + number
         if length == "2":
@@ -154,13 +154,13 @@ def _coloured(scheme: str, where: str, *, blank: float) -> Data:
     """
     place, options = _colour_options(scheme, where)
     mnist = read_mnist(find_mnist(scheme, place, options["download"] == "yes"))
-    small = min(len(mnist.train_images), len(mnist.test_images))
+    small = min(len(mnist["train_images"]), len(mnist["test_images"]))
     if small < len(AGREES):
         raise Problem(f"--data {scheme}:{where}: {small} images cannot be dealt to {len(AGREES)} environments")
     step = 2 if options["side"] == "14" else 1
-    train, test = (images[:, ::step, ::step] for images in (mnist.train_images, mnist.test_images))
+    train, test = (images[:, ::step, ::step] for images in (mnist["train_images"], mnist["test_images"]))
     pictures = torch.cat([train, test]).contiguous()  # (N, s, s) uint8
-    clean = (torch.cat([mnist.train_labels, mnist.test_labels]) >= 5).long()
+    clean = (torch.cat([mnist["train_labels"], mnist["test_labels"]]) >= 5).long()
     names = [f"{part}-{i:05d}" for part, images in (("train", train), ("test", test)) for i in range(len(images))]
     draw, protocol = int(options["draw"]), options["protocol"]
     if protocol == "leave-one-out":

@@ -6,7 +6,7 @@ import gzip
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from finetune_mile.core.problems import Problem
 
@@ -20,15 +20,6 @@ NAMES = {
     "test_labels": "t10k-labels-idx1-ubyte",
 }
 BELOW = ("", "raw", "MNIST/raw")  # the last one is torchvision's layout
-
-
-class Digits(NamedTuple):
-    """The four files. N training and M test images."""
-
-    train_images: Tensor  # (N, 28, 28) uint8
-    train_labels: Tensor  # (N,) int64
-    test_images: Tensor  # (M, 28, 28) uint8
-    test_labels: Tensor  # (M,) int64
 
 
 def find_mnist(scheme: str, place: str, download: bool = False) -> dict[str, Path]:
@@ -63,12 +54,15 @@ def find_mnist(scheme: str, place: str, download: bool = False) -> dict[str, Pat
     )
 
 
-def read_mnist(files: dict[str, Path]) -> Digits:
-    digits = Digits(**{key: read_idx(path) for key, path in files.items()})
-    for images, labels, name in ((digits[0], digits[1], "train"), (digits[2], digits[3], "t10k")):
+def read_mnist(files: dict[str, Path]) -> dict[str, Tensor]:
+    """The files by their names above: images (N, 28, 28) uint8, labels (N,) int64."""
+    digits = {key: read_idx(path) for key, path in files.items()}
+    for part, name in (("train", "train"), ("test", "t10k")):
+        images, labels = digits[f"{part}_images"], digits[f"{part}_labels"]
         if len(images) != len(labels) or images.ndim != 3:
             raise Problem(f"{files['train_images'].parent}: {name} has {len(images)} images and {len(labels)} labels")
-    return digits._replace(train_labels=digits.train_labels.long(), test_labels=digits.test_labels.long())
+        digits[f"{part}_labels"] = labels.long()
+    return digits
 
 
 def read_idx(path: Path) -> Tensor:

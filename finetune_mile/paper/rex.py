@@ -14,7 +14,6 @@ __all__ = ["ACTIVATION", "NEEDS", "Block", "loss", "phases", "untrained_loss"]
 
 
 def loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) -> Tensor:
-    """The mean risk of the environments in the batch, and the penalty: a scalar."""
     shares, risks, _ = risks_and_slopes(logits, targets, step)
     mean = (shares * risks).sum()
     weight: float = phase.values

@@ -23,11 +23,11 @@ from finetune_mile.paper.tables.runs import (
     RunState,
     make_jobs,
     pick,
-    program,
     resolve_all,
+    shell_line,
     states_of,
     yaml_value,
-)  # fmt: skip
+)
 from finetune_mile.paper.tables.writing import EXTRA, write_extra, write_ledger
 
 EPILOG = """examples:
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
     missing = [s for s in chosen if s.status != "done" and (options.again or s.status != "stale")]
     commands = [command_for(s, runs, options.launch) for s in missing]
     if options.commands:
-        lines = [_shell_line(command, launch) for command in commands]
+        lines = [shell_line(command.verb, command.arguments, launch) for command in commands]
         if commands and options.commands == "slurm":
             lines = slurm_script(commands, jobs, launch, path.stem)
         sys.stdout.writelines(f"{line}\n" for line in lines)
@@ -125,7 +125,6 @@ def seeds_of(text: str | None) -> list[int] | None:
 
 
 def run(jobs: Sequence[Job], commands: Sequence[Command], runs: Path, parallel: int | None) -> int:
-    """Run the commands; return the exit code."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -201,10 +200,6 @@ def settings_and_sources(state: RunState) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- --commands
 
 
-def _shell_line(command: Command, launch: str) -> str:
-    return f"{program(command.verb, launch)} {shlex.join(command.arguments)}"
-
-
 def slurm_script(commands: Sequence[Command], jobs: Sequence[Job], launch: str, name: str) -> list[str]:
     """The lines of a script that submits one array per level: a level needs only the levels before it."""
     missing, levels = {command.key for command in commands}, dict[RunKey, int]()
@@ -226,7 +221,7 @@ def slurm_script(commands: Sequence[Command], jobs: Sequence[Job], launch: str, 
             "${after:+--dependency=afterok:$after} ${SBATCH_OPTIONS:-} <<'RUNS'",
             "#!/bin/bash",
             "case $SLURM_ARRAY_TASK_ID in",
-            *(f"  {i}) {_shell_line(command, launch)} ;;" for i, command in enumerate(group)),
+            *(f"  {i}) {shell_line(command.verb, command.arguments, launch)} ;;" for i, command in enumerate(group)),
             "esac",
             "RUNS",
             ")",

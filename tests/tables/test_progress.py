@@ -29,7 +29,7 @@ def test_a_worker_that_was_told_to_stop_early_has_not_failed():
             raise EOFError
 
         process = SimpleNamespace(join=lambda _: None, exitcode=code)
-        return running._outcome_of(running._Worker(process, SimpleNamespace(recv=recv), 1, KEY))
+        return running._outcome_of(running._Worker(process, SimpleNamespace(recv=recv), KEY))
 
     assert outcome(-signal.SIGTERM).code == 143
     assert outcome(-signal.SIGKILL).code == 1

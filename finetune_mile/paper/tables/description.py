@@ -191,7 +191,6 @@ class Table(Section):
 
 
 def find_table(name: str) -> Path:
-    """Find a description by its path, or by its name below recipes/tables/."""
     folder = shipped("recipes") / "tables"
     for path in (Path(name), folder / name, folder / f"{name}.yaml"):
         if path.is_file():
@@ -275,7 +274,6 @@ def _wrong_in_block(table: Table, block: TableBlock) -> list[str]:
 
 
 def _missing(where: str, kind: str, used: Iterable[str], names: Collection[str]) -> list[str]:
-    """A sentence for each used name that is not among the names."""
     unknown = [name for name in used if name not in names]
     return [f"{where}: there is no {kind} {n!r}; {did_you_mean(repr(n), map(repr, names))}" for n in unknown]
 

@@ -49,7 +49,6 @@ class Number:
 
     @property
     def verdict(self) -> str:
-        """Does ours differ from the paper's by more than chance?"""
         if not self.ours.n:
             return "not run"
         if self.delta is None:

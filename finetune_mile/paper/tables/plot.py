@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.paper.tables.ledger import BlockLedger, Ledger
@@ -21,8 +22,11 @@ PER_LINE = 4  # panels side by side
 def draw(ledger: Ledger, description: str) -> bytes | None:
     """The picture as PNG that carries `description`; None where nothing was run and the paper says nothing."""
     from matplotlib.figure import Figure
+    from PIL import Image, PngImagePlugin
 
-    blocks = [b for b in ledger.blocks if b.block.measures and _has_numbers(b)]
+    blocks = [
+        b for b in ledger.blocks if any(n.ours.n or n.paper is not None for c in b.cells for n in c.numbers.values())
+    ]
     if not blocks:
         return None
     heights = [_height(b) for b in blocks]
@@ -36,26 +40,14 @@ def draw(ledger: Ledger, description: str) -> bytes | None:
             _curve(part, block)
         else:
             _panels(part, block)
-    stream = io.BytesIO()
+    stream, small = io.BytesIO(), io.BytesIO()
     figure.savefig(stream, format="png", dpi=110)
-    return _with_palette(stream, description)
-
-
-def _with_palette(stream: io.BytesIO, description: str) -> bytes:
-    """The same picture in a third of the bytes: a plot has few colours."""
-    from PIL import Image, PngImagePlugin
-
     facts = PngImagePlugin.PngInfo()
     facts.add_text("Description", description)
-    small = io.BytesIO()
-    with Image.open(stream) as picture:
+    with Image.open(stream) as picture:  # a plot has few colours: with a palette it takes a third of the bytes
         few = picture.convert("RGB").quantize(COUNT_OF_COLOURS, dither=Image.Dither.NONE)
     few.save(small, format="png", optimize=True, pnginfo=facts)
     return small.getvalue()
-
-
-def _has_numbers(block: BlockLedger) -> bool:
-    return any(n.ours.n or n.paper is not None for c in block.cells for n in c.numbers.values())
 
 
 def _lines(block: BlockLedger) -> int:
@@ -72,7 +64,7 @@ def _height(block: BlockLedger) -> float:
 
 
 def _panels(figure: SubFigure, block: BlockLedger) -> None:
-    """One panel a measure: rows from top to bottom, columns of the table in colours."""
+    """One panel per measure: rows from top to bottom, columns of the table in colours."""
     measures = list(block.block.measures)
     across = min(len(measures), PER_LINE)
     axes = figure.subplots(_lines(block), across, sharey=True, squeeze=False)
@@ -83,16 +75,12 @@ def _panels(figure: SubFigure, block: BlockLedger) -> None:
             axis.axis("off")
     handles = [
         axes.flat[0].plot([], [], "o", color=colour, label=column or "ours")[0]
-        for column, colour in zip(block.block.shown_columns, _colours(block), strict=True)
+        for column, colour in zip(block.block.shown_columns, itertools.cycle(COLOURS), strict=False)
     ]
     if block.block.paper:
         handles += axes.flat[0].plot([], [], "D", mfc="none", mec=INK, label="paper")
     if len(handles) > 1:
         figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=9)
-
-
-def _colours(block: BlockLedger) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(len(block.block.shown_columns))]
 
 
 def _panel(axis: Axes, block: BlockLedger, measure: str) -> None:
@@ -120,21 +108,22 @@ def _panel(axis: Axes, block: BlockLedger, measure: str) -> None:
 
 
 def _heatmap(figure: SubFigure, ledger: Ledger, block: BlockLedger) -> None:
-    """Two settings against each other; one map a measure, its mean as colour and in figures."""
-    wanted = block.block.heatmap
-    assert wanted is not None
-    axes = figure.subplots(1, len(wanted.measures), squeeze=False)[0]
-    for axis, measure in zip(axes, wanted.measures, strict=True):
+    """Two settings against each other; one map per measure, its mean as colour and in figures."""
+    heatmap, own = block.block.heatmap, block.block
+    assert heatmap is not None
+    axes = figure.subplots(1, len(heatmap.measures), squeeze=False)[0]
+    x_key, y_key = (next(iter(layered({name: None}))) for name in (heatmap.x, heatmap.y))
+    for axis, measure in zip(axes, heatmap.measures, strict=True):
         means: dict[tuple[Any, Any], float] = {}
-        for cell in (c for c in block.cells if c.column in block.block.columns):
-            settings = _settings(ledger, block, cell.row, cell.column)
-            ours = cell.numbers[measure].ours
-            if ours.n:
-                means[settings.get(_key(wanted.x)), settings.get(_key(wanted.y))] = ours.mean
+        for cell in block.cells:
+            if cell.column in own.columns and cell.numbers[measure].ours.n:
+                rows, columns = own.rows[cell.row].settings, own.columns[cell.column]
+                settings = layered(ledger.table.settings, own.settings, columns, rows)
+                means[settings.get(x_key), settings.get(y_key)] = cell.numbers[measure].ours.mean
         if means:
             _map(axis, means)
-        axis.set_xlabel(wanted.x)
-        axis.set_ylabel(wanted.y)
+        axis.set_xlabel(heatmap.x)
+        axis.set_ylabel(heatmap.y)
         axis.set_title(measure, loc="left", fontsize=10, color=INK)
 
 
@@ -154,41 +143,32 @@ def _map(axis: Axes, means: dict[tuple[Any, Any], float]) -> None:
 
 
 def _curve(figure: SubFigure, block: BlockLedger) -> None:
-    """One panel a column: the rows joined in their order, rivals as points beside, each with its spread."""
-    wanted = block.block.curve
-    assert wanted is not None
+    """One panel per column: the rows joined in their order, rivals as points beside, each with its spread."""
+    curve = block.block.curve
+    assert curve is not None
     columns = list(block.block.columns)
-    joined = wanted.rows or tuple(r for r in block.block.shown_rows if r not in wanted.rivals)
+    joined = curve.rows or tuple(r for r in block.block.shown_rows if r not in curve.rivals)
     axes = figure.subplots(1, max(len(columns), 2), squeeze=False)[0]
     for axis in axes[len(columns) :]:
         axis.axis("off")
     for axis, column in zip(axes[: len(columns)], columns, strict=True):
-        for rows, measure, colour in ((joined, wanted.y, COLOURS[0]), (wanted.rivals, wanted.rivals_y, COLOURS[1])):
-            measure = measure or wanted.y
+        rivals_y = curve.rivals_y or curve.y
+        for rows, measure, colour in ((joined, curve.y, COLOURS[0]), (curve.rivals, rivals_y, COLOURS[1])):
             cells = [c for r in rows if (c := block.cell(r, column)) is not None and c.numbers[measure].ours.n]
-            points = [(c.row, c.numbers[wanted.x].ours, c.numbers[measure].ours) for c in cells]
+            points = [(c.row, c.numbers[curve.x].ours, c.numbers[measure].ours) for c in cells]
             if rows is joined:
                 axis.plot([x.mean for _, x, _ in points], [y.mean for _, _, y in points], color=PALE, lw=2, zorder=1)
             for name, x, y in points:
-                label = name if measure == wanted.y else f"{name} ({measure})"
+                label = name if measure == curve.y else f"{name} ({measure})"
                 axis.errorbar(x.mean, y.mean, xerr=x.sd, yerr=y.sd, fmt="o", ms=4.5, color=colour, lw=1, capsize=0)
                 axis.annotate(label, (x.mean, y.mean), xytext=(5, 4), textcoords="offset points", fontsize=8, color=INK)
         axis.margins(0.12)
-        axis.set_xlabel(wanted.x)
-        axis.set_ylabel(wanted.y)
+        axis.set_xlabel(curve.x)
+        axis.set_ylabel(curve.y)
         axis.set_title(column, loc="left", fontsize=10, color=INK)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color=PALE, lw=0.8)
         axis.set_axisbelow(True)
-
-
-def _settings(ledger: Ledger, block: BlockLedger, row: str, column: str) -> dict[str, Any]:
-    table, own = ledger.table, block.block
-    return layered(table.settings, own.settings, own.columns[column], own.rows[row].settings)
-
-
-def _key(name: str) -> str:
-    return next(iter(layered({name: None})))
 
 
 def _ordered(values: set[Any]) -> list[Any]:

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from finetune_mile.paper.tables.runs import Job, RunKey, RunState, program
+from finetune_mile.paper.tables.runs import Job, RunKey, RunState, shell_line
 from finetune_mile.training.display import duration
 
 STOP_SECONDS = 120.0  # a run that was told to stop may finish its step and save
@@ -89,7 +89,7 @@ def _execute(command: Command) -> int:
     Path(command.log).parent.mkdir(parents=True, exist_ok=True)
     with Path(command.log).open("a", encoding="utf-8") as log, _output_to(log.fileno()):
         if command.launch is not None:
-            return _launch([*shlex.split(program(command.verb, command.launch)), *command.arguments])
+            return _launch(shlex.split(shell_line(command.verb, command.arguments, command.launch)))
         try:
             cli = importlib.import_module("finetune_mile.cli")
             return int(cli.main([command.verb, *command.arguments]))
@@ -141,7 +141,6 @@ def _forget_accelerator() -> None:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that is not empty."""
     if not path.is_file():
         return ""
     lines = [line.strip() for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
@@ -155,12 +154,7 @@ def last_line(path: Path) -> str:
 class _Worker:
     process: Any
     channel: Connection
-    threads: int
     key: RunKey | None = None
-
-
-class Stopping(Exception):
-    """SIGINT or SIGTERM arrived."""
 
 
 def run_jobs(
@@ -179,12 +173,12 @@ def run_jobs(
     needs = {job.key: set(job.needs.values()) for job in jobs}
     waiting = {command.key: command for command in commands}
     pool: list[_Worker] = []
-    before = {s: signal.signal(s, _raise_stopping) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.signal(s, signal.default_int_handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         pool = [_start(threads) for _ in range(min(workers, len(commands)))]
-        _supply(pool, waiting, needs, on_start, on_end)
+        _supply(pool, threads, waiting, needs, on_start, on_end)
         return True
-    except Stopping:
+    except KeyboardInterrupt:
         for signum in before:
             signal.signal(signum, signal.SIG_IGN)  # once is enough
         _stop(pool, on_end)
@@ -199,27 +193,23 @@ def run_jobs(
             signal.signal(signum, handler)
 
 
-def _raise_stopping(*_: object) -> None:
-    raise Stopping
-
-
 def _start(threads: int) -> _Worker:
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, threads))
     process.start()
     theirs.close()
-    return _Worker(process, mine, threads)
+    return _Worker(process, mine)
 
 
 def _supply(
     pool: list[_Worker],
+    threads: int,
     waiting: dict[RunKey, Command],
     needs: dict[RunKey, set[RunKey]],
     on_start: Callable[[RunKey], None],
     on_end: Callable[[Outcome], None],
 ) -> None:
-    """Give commands to the workers until all are done."""
     while waiting or any(w.key for w in pool):
         for worker in (w for w in pool if w.key is None):
             busy = {w.key for w in pool if w.key is not None}
@@ -229,14 +219,21 @@ def _supply(
                 worker.key = ready
                 on_start(ready)
         ended = multiprocessing.connection.wait([w.channel for w in pool if w.key is not None])
-        for worker in (w for w in pool if w.channel in ended):
+        for index, worker in enumerate(pool):
+            if worker.channel not in ended:
+                continue
             outcome = _outcome_of(worker)
             on_end(outcome)
-            if outcome.code:
-                _drop_dependents(outcome.key, waiting, needs, on_end)
+            failed = [outcome.key] if outcome.code else []
+            for key in list(waiting):  # prerequisites come first
+                need = next((other for other in failed if other in needs[key]), None)
+                if need is not None:
+                    del waiting[key]
+                    failed.append(key)
+                    why = f"not run: {need.cell}, seed {need.seed}, failed"
+                    on_end(Outcome(key=key, code=1, seconds=0.0, last_line=why))
             if not worker.process.is_alive():
-                fresh = _start(worker.threads)
-                worker.process, worker.channel = fresh.process, fresh.channel
+                pool[index] = _start(threads)
 
 
 def _outcome_of(worker: _Worker) -> Outcome:
@@ -247,19 +244,10 @@ def _outcome_of(worker: _Worker) -> Outcome:
     except (EOFError, OSError):
         worker.process.join(STOP_SECONDS)
         code = worker.process.exitcode
-        if code == -signal.SIGTERM:  # told to stop before the run listened
+        if code == -signal.SIGTERM:  # it came before the run had a handler for it
             return Outcome(key=key, code=128 + signal.SIGTERM, seconds=0.0, last_line="stopped")
         return Outcome(key=key, code=1, seconds=0.0, last_line=f"its process ended (exit code {code}); out of memory?")
     return outcome
-
-
-def _drop_dependents(
-    key: RunKey, waiting: dict[RunKey, Command], needs: dict[RunKey, set[RunKey]], on_end: Callable[[Outcome], None]
-) -> None:
-    for other in [k for k in waiting if key in needs[k]]:
-        if waiting.pop(other, None) is not None:
-            on_end(Outcome(key=other, code=1, seconds=0.0, last_line=f"not run: {key.cell}, seed {key.seed}, failed"))
-            _drop_dependents(other, waiting, needs, on_end)
 
 
 def _stop(pool: list[_Worker], on_end: Callable[[Outcome], None]) -> None:
@@ -279,7 +267,6 @@ def _stop(pool: list[_Worker], on_end: Callable[[Outcome], None]) -> None:
 def run_with_progress(jobs: Sequence[Job], commands: Sequence[Command], *, workers: int, threads: int) -> int:
     """Run the commands and show progress. Returns 0, 1 if some failed, 130 if stopped."""
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)  # names and errors have brackets
-    logs = {command.key: command.log for command in commands}
     failed: list[Outcome] = []
     began, ended = time.monotonic(), 0
     together = min(workers, len(commands))
@@ -310,10 +297,10 @@ def run_with_progress(jobs: Sequence[Job], commands: Sequence[Command], *, worke
             console.print(f"  {ended}/{len(commands)} {name}: {duration(outcome.seconds)}. {words}", style="dim")
 
     with bar:
-        whole = run_jobs(jobs, commands, workers=workers, threads=threads, on_start=on_start, on_end=on_end)
+        complete = run_jobs(jobs, commands, workers=workers, threads=threads, on_start=on_start, on_end=on_end)
     if failed:
         console.print(f"{len(failed)} of {len(commands)} runs failed:", style="red")
         for outcome in failed:
             console.print(f"  {outcome.key.cell}, seed {outcome.key.seed}: {outcome.last_line}")
-            console.print(f"    {logs[outcome.key]}")
-    return 130 if not whole else 1 if failed else 0
+            console.print(f"    {next(command.log for command in commands if command.key == outcome.key)}")
+    return 130 if not complete else int(bool(failed))

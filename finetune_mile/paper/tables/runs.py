@@ -44,7 +44,6 @@ class RunKey(NamedTuple):
 
     @property
     def cell(self) -> str:
-        """The cell in words."""
         return " / ".join(part for part in (self.block, self.row, self.column) if part)
 
 
@@ -86,13 +85,12 @@ class Job:
         return [*self.flags(), "--out", self.folder.as_posix()]
 
     def command(self, launch: str = LAUNCH) -> str:
-        """The command as a line for a shell."""
-        return f"{program(self.verb, launch)} {shlex.join(self.arguments())}"
+        return shell_line(self.verb, self.arguments(), launch)
 
 
-def program(verb: str, launch: str) -> str:
-    """The first words of a command, before its flags."""
-    return f"{launch} finetune_mile/run.py" if verb == "run" else f"finetune-mile {verb}"
+def shell_line(verb: str, arguments: Sequence[str], launch: str) -> str:
+    program = f"{launch} finetune_mile/run.py" if verb == "run" else f"finetune-mile {verb}"
+    return f"{program} {shlex.join(arguments)}"
 
 
 def yaml_value(value: Any) -> str:

@@ -1,13 +1,12 @@
-"""A ledger as sheets; these as Markdown, CSV, LaTeX, HTML and in the terminal; and the files. No torch here."""
+"""Write a ledger: its sheets as Markdown, CSV, LaTeX, HTML and in the terminal, and the files. No torch here."""
 
 from __future__ import annotations
 
-import base64
 import csv
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +17,12 @@ from rich.text import Text
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.paper.tables.description import Table
-from finetune_mile.paper.tables.ledger import BlockLedger, Cell, CheckedBar, Difference, Ledger, Spread, make_ledger
+from finetune_mile.paper.tables.ledger import BlockLedger, Cell, Ledger, Spread, make_ledger
 from finetune_mile.paper.tables.plot import draw
 from finetune_mile.paper.tables.runs import RunRecord, RunState, read_records, records_of, write_records
 from finetune_mile.training.display import duration, wide_console
 
-WIDE = 6  # column x measure pairs that still go side by side
+WIDE = 6  # column x measure pairs that fit side by side
 NOISE = (
     "Ours: mean ± standard deviation over seeds. Verdict: within noise where the paper's number lies inside the 95 % "
     "prediction interval of one more run, t(n - 1) x sd x sqrt(1 + 1/n) around our mean; one seed has no verdict."
@@ -41,7 +40,7 @@ class Sheet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class BlockSheets:
     """A block: sheets, and lines of words."""
 
     title: str
@@ -50,98 +49,70 @@ class Section:
     notes: tuple[str, ...]
 
 
-def head_lines(ledger: Ledger) -> list[str]:
-    """What stands above everything."""
-    lines = [" ".join(ledger.table.about.split())] if ledger.table.about else []
-    lines += status_lines(ledger)
-    return [*lines, NOISE] if any(block.block.paper for block in ledger.blocks) else lines
-
-
 def status_lines(ledger: Ledger) -> list[str]:
-    """How much of it is there."""
     where = f" ({'; '.join(ledger.devices)})" if ledger.devices else ""
     took = f"; they took {duration(ledger.seconds)}{where}" if ledger.runs else ""
     lines = [f"{ledger.runs} of {ledger.expected} runs are done{took}."]
-    bars = [b for block in ledger.blocks for b in block.bars]
-    if bars:
-        met = sum(b.outcome == "met" for b in bars)
-        late = sum(b.outcome in ("not run", "seeds missing") for b in bars)
-        lines.append(f"{met} of {len(bars)} bars are met" + (f"; {late} wait for runs." if late else "."))
+    outcomes = [bar.outcome for block in ledger.blocks for bar in block.bars]
+    if outcomes:
+        late = sum(outcome in ("not run", "seeds missing") for outcome in outcomes)
+        wait = f"; {late} wait for runs." if late else "."
+        lines.append(f"{outcomes.count('met')} of {len(outcomes)} bars are met{wait}")
     return lines
 
 
-def sections(ledger: Ledger) -> list[Section]:
-    """Every block."""
-    return [section(block) for block in ledger.blocks]
+def head_lines(ledger: Ledger) -> list[str]:
+    about = [" ".join(ledger.table.about.split())] if ledger.table.about else []
+    return [*about, *status_lines(ledger), *([NOISE] if any(block.block.paper for block in ledger.blocks) else [])]
 
 
-def section(ledger: BlockLedger) -> Section:
-    """One block."""
+def block_sheets(ledger: BlockLedger) -> BlockSheets:
     block = ledger.block
     sheets = [*results(ledger), against_paper(ledger), differences(ledger), bars(ledger), constants(ledger)]
     notes = [f"{name}: {' '.join(row.note.split())}" for name, row in block.rows.items() if row.note]
-    notes += [
-        f"{place(cell)}, seed {r.seed}: {r.status}{f' ({r.why})' if r.why else ''}; not counted"
-        for cell in ledger.cells
-        for r in cell.others
-    ]
-    return Section(
+    for cell in ledger.cells:
+        place = f"{cell.row}, {cell.column}" if cell.column else cell.row
+        for run in cell.others:
+            why = f" ({run.why})" if run.why else ""
+            notes.append(f"{place}, seed {run.seed}: {run.status}{why}; not counted")
+    return BlockSheets(
         title=block.name, about=" ".join(block.about.split()),
         sheets=tuple(s for s in sheets if s.rows), notes=tuple(notes),
     )  # fmt: skip
 
 
 def results(ledger: BlockLedger) -> list[Sheet]:
-    """Ours: all columns side by side where they fit, else a sheet a column."""
-    block = ledger.block
-    measures = list(block.measures)
+    """Ours: all columns side by side where they fit, else one sheet per column."""
+    block, measures = ledger.block, list(ledger.block.measures)
     if not measures or all(not c.runs and any(n.paper is not None for n in c.numbers.values()) for c in ledger.cells):
         return []  # nothing was run: the sheet beside the paper's numbers says so
-    if len(block.shown_columns) * len(measures) <= WIDE and len(block.shown_columns) > 1:
-        head = tuple(f"{m}, {c}" if len(measures) > 1 else c for c in block.shown_columns for m in measures)
+    facts = ("seeds", "cost of a run", "commit", "recipe")
+
+    def row_of(row: str, columns: Sequence[str]) -> tuple[str, ...]:
+        """The measures of all columns, then seeds, cost, commit and recipe, joined where the cells differ."""
+        by_column = {column: ledger.cell(row, column) for column in columns}
+        shown = [
+            "" if cell is None else spread(cell.numbers[m].ours, decimals(ledger, m))
+            for cell in by_column.values()
+            for m in measures
+        ]
+        cells = [c for c in by_column.values() if c is not None and (c.column in block.columns or len(columns) == 1)]
+        known = [(seeds_of(len(c.runs), c.seeds), cost_of(c), c.commit, c.recipe) for c in cells] or [("",) * 4]
+        return row, *shown, *(", ".join(dict.fromkeys(filter(None, parts))) for parts in zip(*known, strict=True))
+
+    columns = block.shown_columns
+    if len(columns) * len(measures) <= WIDE and len(columns) > 1:
+        head = tuple(f"{m}, {c}" if len(measures) > 1 else c for c in columns for m in measures)
         caption = "Ours" if len(measures) > 1 else f"Ours: {measures[0]}"
-        rows = []
-        for row in block.shown_rows:
-            by_column = {c: ledger.cell(row, c) for c in block.shown_columns}
-            shown = [_ours(ledger, by_column[c], m) for c in block.shown_columns for m in measures]
-            cells = [c for c in by_column.values() if c is not None and c.column in block.columns]
-            rows.append((row, *shown, *_facts(cells)))
-        return [Sheet(caption=caption, head=("", *head, *FACTS), rows=tuple(rows))]
-    sheets = []
-    for column in block.shown_columns:
-        found_rows = [c for c in ledger.cells if c.column == column]
-        rows = [(c.row, *(_ours(ledger, c, m) for m in measures), *_facts([c])) for c in found_rows]
-        caption = f"Ours: {column}" if column else "Ours"
-        sheets.append(Sheet(caption=caption, head=("", *measures, *FACTS), rows=tuple(rows)))
-    return sheets
-
-
-FACTS = ("seeds", "cost of a run", "commit", "recipe")
-
-
-def _facts(cells: Sequence[Cell]) -> tuple[str, str, str, str]:
-    """Seeds, cost, commit and recipe of a row's cells, joined where they differ."""
-    seeds = _joined(_seeds(len(c.runs), c.seeds) for c in cells)
-    cost = _joined(duration(c.seconds) if c.seconds is not None else _price(c) for c in cells)
-    return seeds, cost, _joined(c.commit for c in cells), _joined(c.recipe for c in cells)
-
-
-def _seeds(count: int, expected: int) -> str:
-    return str(count) if count == expected else f"{count} of {expected}"
-
-
-def _price(cell: Cell) -> str:
-    return f"not run, {cell.price}" if cell.price else "not run"
-
-
-def _joined(parts: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(p for p in parts if p))
-
-
-def _ours(ledger: BlockLedger, cell: Cell | None, measure: str) -> str:
-    if cell is None:
-        return ""
-    return spread(cell.numbers[measure].ours, decimals(ledger, measure))
+        rows = tuple(row_of(row, columns) for row in block.shown_rows)
+        return [Sheet(caption=caption, head=("", *head, *facts), rows=rows)]
+    return [
+        Sheet(
+            caption=f"Ours: {column}" if column else "Ours", head=("", *measures, *facts),
+            rows=tuple(row_of(cell.row, [column]) for cell in ledger.cells if cell.column == column),
+        )
+        for column in columns
+    ]  # fmt: skip
 
 
 def against_paper(ledger: BlockLedger) -> Sheet:
@@ -153,7 +124,7 @@ def against_paper(ledger: BlockLedger) -> Sheet:
                 continue
             places = decimals(ledger, name)
             delta = "" if number.delta is None else f"{number.delta:+.{places}f}"
-            n = _seeds(number.ours.n, cell.seeds) if number.ours.n else ""
+            n = seeds_of(number.ours.n, cell.seeds) if number.ours.n else ""
             cost = duration(cell.seconds) if cell.seconds is not None else cell.price
             rows.append((
                 cell.row, cell.column, name, f"{number.paper:g}", spread(number.ours, places, missing=""), n, delta,
@@ -164,78 +135,59 @@ def against_paper(ledger: BlockLedger) -> Sheet:
 
 
 def differences(ledger: BlockLedger) -> Sheet:
-    """Paired by seed: mean ± sd, and in how many seeds it is above zero."""
+    """Paired by seed: `+1.20 ± 0.40 (5/6)`, the mean, its sd, and in how many seeds it is above zero."""
     measures = list(ledger.block.measures)
-    grid: dict[tuple[str, str, str], dict[str, Difference]] = {}
+    rows: dict[tuple[str, str], dict[str, str]] = {}
     for d in ledger.differences:
-        grid.setdefault((d.first, d.second, d.column), {})[d.measure] = d
-    rows = []
-    for (first, second, column), by_measure in grid.items():
-        shown = [paired(by_measure[m], decimals(ledger, m)) for m in measures]
-        rows.append((f"{first} - {second}", column, *shown))
-    caption = "Differences, paired by seed (in how many seeds the first is higher)"
-    return Sheet(caption=caption, head=("", "", *measures), rows=tuple(rows), names=2)
-
-
-def paired(difference: Difference, places: int) -> str:
-    """`+1.20 ± 0.40 (5/6)`."""
-    ours = difference.paired
-    if not ours.n:
-        return "not run"
-    sd = "" if ours.sd is None else f" ± {ours.sd:.{places}f}"
-    return f"{ours.mean:+.{places}f}{sd} ({difference.up}/{ours.n})"
+        places = decimals(ledger, d.measure)
+        shown = f"{d.paired.mean:+.{places}f}" + ("" if d.paired.sd is None else f" ± {d.paired.sd:.{places}f}")
+        row = rows.setdefault((f"{d.first} - {d.second}", d.column), {})
+        row[d.measure] = f"{shown} ({d.up}/{d.paired.n})" if d.paired.n else "not run"
+    return Sheet(
+        caption="Differences, paired by seed (in how many seeds the first is higher)", head=("", "", *measures),
+        rows=tuple((*names, *(values[m] for m in measures)) for names, values in rows.items()), names=2,
+    )  # fmt: skip
 
 
 def bars(ledger: BlockLedger) -> Sheet:
-    """What was asked for, and whether it is so."""
     rows = []
     for checked in ledger.bars:
-        places = decimals(ledger, checked.bar.measure)
-        seeds = _seeds(checked.measured.n, checked.expected)
-        measured = _range(checked.measured) if checked.bar.each else spread(checked.measured, places)
-        rows.append((subject(checked), wanted(checked), measured, seeds, checked.outcome))
+        bar, measured = checked.bar, checked.measured
+        subject = f"{bar.measure}: {' - '.join(bar.subject)}"
+        if bar.against is not None:
+            subject = f"{bar.measure} of {bar.subject[0]} - {bar.against} of {bar.subject[1]}"
+        subject += (f", {bar.column}" if bar.column else "") + (", each seed" if bar.each else "")
+        (low, high), sign = bar.bounds, "+" if bar.rows else ""
+        bounds = [f"at least {low:{sign}g}"] if low > float("-inf") else []
+        bounds += [f"at most {high:{sign}g}"] if high < float("inf") else []
+        values = _range(measured) if bar.each else spread(measured, decimals(ledger, bar.measure))
+        rows.append((subject, ", ".join(bounds), values, seeds_of(measured.n, checked.expected), checked.outcome))
     caption = "Bars, on means over seeds"
     return Sheet(caption=caption, head=("", "wanted", "found", "seeds", ""), rows=tuple(rows), names=2)
 
 
-def subject(checked: CheckedBar) -> str:
-    """What a bar is about."""
-    bar = checked.bar
-    if bar.against is not None:
-        first, second = bar.rows or ("", "")
-        words = f"{bar.measure} of {first} - {bar.against} of {second}"
-    else:
-        words = f"{bar.measure}: {bar.row or ' - '.join(bar.rows or ())}"
-    return words + (f", {bar.column}" if bar.column else "") + (", each seed" if bar.each else "")
-
-
-def wanted(checked: CheckedBar) -> str:
-    """The bounds of a bar."""
-    low, high = checked.bar.bounds
-    sign = "+" if checked.bar.rows else ""
-    parts = [f"at least {low:{sign}g}"] if low > float("-inf") else []
-    parts += [f"at most {high:{sign}g}"] if high < float("inf") else []
-    return ", ".join(parts)
-
-
 def constants(ledger: BlockLedger) -> Sheet:
-    """What a constant prediction reaches, in each column."""
+    """The score of a constant prediction, in each column."""
     columns = list(ledger.block.shown_columns)
-    rows = [
-        (name, *(_range(spreads[c]) for c in columns)) for name, spreads in ledger.constants.items()
-    ]  # fmt: skip
-    head = ("", *(c or "value" for c in columns))
-    return Sheet(caption="Trivial baselines", head=head, rows=tuple(rows))
+    rows = tuple((name, *(_range(spreads[c]) for c in columns)) for name, spreads in ledger.constants.items())
+    return Sheet(caption="Trivial baselines", head=("", *(c or "value" for c in columns)), rows=rows)
 
 
 def _range(ours: Spread) -> str:
     if not ours.n:
         return "not run"
-    low, high = min(ours.values), max(ours.values)
-    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+    low, high = f"{min(ours.values):.2f}", f"{max(ours.values):.2f}"
+    return low if low == high else f"{low} to {high}"
 
 
-# ------------------------------------------------------------------------------------------- numbers
+def seeds_of(count: int, expected: int) -> str:
+    return str(count) if count == expected else f"{count} of {expected}"
+
+
+def cost_of(cell: Cell) -> str:
+    if cell.seconds is not None:
+        return duration(cell.seconds)
+    return f"not run, {cell.price}" if cell.price else "not run"
 
 
 def decimals(ledger: BlockLedger, measure: str) -> int:
@@ -251,43 +203,42 @@ def spread(ours: Spread, places: int, missing: str = "not run") -> str:
     return f"{ours.mean:.{places}f}" + ("" if ours.sd is None else f" ± {ours.sd:.{places}f}")
 
 
-def place(cell: Cell) -> str:
-    """A cell in words."""
-    return f"{cell.row}, {cell.column}" if cell.column else cell.row
-
-
-# --------------------------------------------------------------------------------------------------------------- text
-
+# ------------------------------------------------------------------------------------------------------------- formats
 
 MADE_BY = "Written by `finetune-mile table`; not to be edited by hand."
+MARKS = {
+    "met": "good", "higher": "good", "NOT met": "bad", "lower": "bad", "within noise": "even", "not run": "none",
+    "seeds missing": "none",
+}  # fmt: skip
+STYLES = {"good": "green", "bad": "red", "even": "", "none": "dim"}
+_TEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "<": r"$<$", ">": r"$>$",
+}  # fmt: skip
 
 
 def markdown(ledger: Ledger, *, plot: bool = False) -> str:
     """ledger.md; `plot`: there is a plot.png beside it."""
-    shown = ["![plot](plot.png)"] if plot else []
-    lines = [f"# {ledger.table.title}", "", *_paragraphs([*head_lines(ledger), *shown])]
-    for part in sections(ledger):
-        lines += [f"## {part.title}", "", *_paragraphs([part.about] if part.about else [])]
-        for sheet in part.sheets:
-            lines += [f"**{sheet.caption}**", "", *_markdown_sheet(sheet), ""]
-        lines += [*(f"- {note}" for note in part.notes), *([""] if part.notes else [])]
-    return "\n".join([*lines, f"<sub>{MADE_BY}</sub>", ""])
 
-
-def _paragraphs(texts: list[str]) -> list[str]:
-    return [line for text in texts for line in (text, "")]
-
-
-def _markdown_sheet(sheet: Sheet) -> list[str]:
     def line(cells: tuple[str, ...]) -> str:
         return "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |"
 
-    rule = "|" + "|".join("---" if i < sheet.names else "---:" for i in range(len(sheet.head))) + "|"
-    return [line(sheet.head), rule, *(line(row) for row in sheet.rows)]
+    paragraphs = [f"# {ledger.table.title}", *head_lines(ledger), *(["![plot](plot.png)"] if plot else [])]
+    for block in map(block_sheets, ledger.blocks):
+        paragraphs += [f"## {block.title}", *([block.about] if block.about else [])]
+        for sheet in block.sheets:
+            rule = "|" + "|".join("---" if i < sheet.names else "---:" for i in range(len(sheet.head))) + "|"
+            paragraphs += [f"**{sheet.caption}**", "\n".join([line(sheet.head), rule, *map(line, sheet.rows)])]
+        paragraphs += ["\n".join(f"- {note}" for note in block.notes)] if block.notes else []
+    return "\n\n".join([*paragraphs, f"<sub>{MADE_BY}</sub>"]) + "\n"
 
 
 def csv_text(ledger: Ledger) -> str:
-    """ledger.csv: one line a number, everything that is known about it."""
+    """ledger.csv: one line per number, with everything that is known about it."""
+
+    def text(value: float | None) -> str:
+        return "" if value is None else f"{value:.6g}"
+
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow([
@@ -299,10 +250,10 @@ def csv_text(ledger: Ledger) -> str:
             for name, number in cell.numbers.items():
                 ours = number.ours
                 writer.writerow([
-                    block.block.name, cell.row, cell.column, name, _text(number.paper),
-                    _text(ours.mean if ours.n else None), _text(ours.sd), ours.n, cell.seeds, _text(number.delta),
-                    number.verdict, _text(cell.seconds), cell.price, cell.commit, cell.recipe,
-                    " ".join(_text(v) for v in ours.values),
+                    block.block.name, cell.row, cell.column, name, text(number.paper),
+                    text(ours.mean if ours.n else None), text(ours.sd), ours.n, cell.seeds, text(number.delta),
+                    number.verdict, text(cell.seconds), cell.price, cell.commit, cell.recipe,
+                    " ".join(text(v) for v in ours.values),
                 ])  # fmt: skip
     return out.getvalue()
 
@@ -312,83 +263,51 @@ def plotted_hash(ledger: Ledger) -> str:
     return hashlib.sha256(csv_text(ledger).encode()).hexdigest()[:16]
 
 
-def _text(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
-
-
-# ---------------------------------------------------------------------------------------------- LaTeX
-
-_TEX = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "<": r"$<$", ">": r"$>$",
-}  # fmt: skip
-
-
 def latex(ledger: Ledger) -> str:
     """ledger.tex: tables to include, which need booktabs."""
+
+    def tex(text: str) -> str:
+        return "".join(_TEX.get(c, c) for c in text)
+
+    def line(cells: tuple[str, ...]) -> str:
+        return " & ".join(map(tex, cells)) + r" \\"
+
     lines = [f"% {ledger.table.title}. {MADE_BY.replace('`', '')} Needs \\usepackage{{booktabs}}.", ""]
-    for part in sections(ledger):
-        for sheet in part.sheets:
-            lines += _latex_sheet(part, sheet)
+    for block in map(block_sheets, ledger.blocks):
+        for sheet in block.sheets:
+            form = "l" * sheet.names + "r" * (len(sheet.head) - sheet.names)
+            lines += [
+                r"\begin{table}", rf"\caption{{{tex(block.title)}. {tex(sheet.caption)}}}", r"\centering\small",
+                rf"\begin{{tabular}}{{{form}}}", r"\toprule", line(sheet.head), r"\midrule", *map(line, sheet.rows),
+                r"\bottomrule", r"\end{tabular}", r"\end{table}", "",
+            ]  # fmt: skip
     return "\n".join(lines)
-
-
-def _latex_sheet(part: Section, sheet: Sheet) -> list[str]:
-    form = "l" * sheet.names + "r" * (len(sheet.head) - sheet.names)
-    rows = [" & ".join(map(tex, row)) + r" \\" for row in sheet.rows]
-    return [
-        r"\begin{table}", rf"\caption{{{tex(part.title)}. {tex(sheet.caption)}}}", r"\centering\small",
-        rf"\begin{{tabular}}{{{form}}}", r"\toprule", " & ".join(map(tex, sheet.head)) + r" \\", r"\midrule", *rows,
-        r"\bottomrule", r"\end{tabular}", r"\end{table}", "",
-    ]  # fmt: skip
-
-
-def tex(text: str) -> str:
-    """Text that LaTeX prints as it is."""
-    return "".join(_TEX.get(c, c) for c in text)
-
-
-# ----------------------------------------------------------------------------------------------- HTML
 
 
 def html(ledger: Ledger, plot: bytes | None) -> str:
     """ledger.html: one file that needs nothing from outside."""
-    from jinja2 import Environment, PackageLoader, select_autoescape
+    from finetune_mile.pages.report import data_url, render
 
-    pages = Environment(loader=PackageLoader("finetune_mile.pages"), autoescape=select_autoescape())
-    image = None if plot is None else "data:image/png;base64," + base64.b64encode(plot).decode()
-    return pages.get_template("ledger.html").render(
-        title=ledger.table.title, head=head_lines(ledger), sections=sections(ledger), plot=image,
-        made_by=MADE_BY.replace("`", ""), marks=MARKS,
+    return render(
+        "ledger.html", title=ledger.table.title, head=head_lines(ledger), plot=None if plot is None else data_url(plot),
+        sections=[block_sheets(block) for block in ledger.blocks], made_by=MADE_BY.replace("`", ""), marks=MARKS,
     )  # fmt: skip
 
 
-MARKS = {
-    "met": "good", "higher": "good", "NOT met": "bad", "lower": "bad", "within noise": "even", "not run": "none",
-    "seeds missing": "none",
-}  # fmt: skip
-STYLES = {"good": "green", "bad": "red", "even": "", "none": "dim"}
-
-
 def terminal(ledger: Ledger) -> Group:
-    """The same sheets for a terminal."""
     parts: list[RichTable | Text] = []
-    for part in sections(ledger):
-        parts.append(Text(f"\n{part.title}", style="bold"))
-        for sheet in part.sheets:
-            parts.append(_rich_sheet(sheet))
-        parts += [Text(f"  {note}", style="dim") for note in part.notes]
+    for block in map(block_sheets, ledger.blocks):
+        parts.append(Text(f"\n{block.title}", style="bold"))
+        for sheet in block.sheets:
+            table = RichTable(title=sheet.caption, title_justify="left", title_style="italic", box=None, pad_edge=False)
+            kept = [i for i, name in enumerate(sheet.head) if name not in ("commit", "recipe")]  # the files have them
+            for i in kept:
+                table.add_column(sheet.head[i], justify="left" if i < sheet.names else "right", overflow="fold")
+            for row in sheet.rows:
+                table.add_row(*(Text(row[i], style=STYLES.get(MARKS.get(row[i], ""), "")) for i in kept))
+            parts.append(table)
+        parts += [Text(f"  {note}", style="dim") for note in block.notes]
     return Group(*parts, Text("\n" + "\n".join(status_lines(ledger))))
-
-
-def _rich_sheet(sheet: Sheet) -> RichTable:
-    table = RichTable(title=sheet.caption, title_justify="left", title_style="italic", box=None, pad_edge=False)
-    kept = [i for i, name in enumerate(sheet.head) if name not in ("commit", "recipe")]  # the files have them
-    for i in kept:
-        table.add_column(sheet.head[i], justify="left" if i < sheet.names else "right", overflow="fold")
-    for row in sheet.rows:
-        table.add_row(*(Text(row[i], style=STYLES.get(MARKS.get(row[i], ""), "")) for i in kept))
-    return table
 
 
 # -------------------------------------------------------------------------------------------------------------- files
