@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 import json
 import re
 import shlex
@@ -23,6 +22,7 @@ from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
 from finetune_mile.methods import METHODS
 from finetune_mile.paper.tables.description import Settings, Table, TableBlock
+from finetune_mile.pretraining import recipe as pretraining
 
 FLAGS_OF_PATHS = {path: flag for flag, path in FLAG_PATHS.items()}
 LAUNCH = "accelerate launch"
@@ -31,7 +31,6 @@ _NEED = re.compile(r"\{(\w+)\}")  # the folder of another run in a setting
 # Settings that change no number: not compared, not hashed. A seed belongs to a run, not to its cell.
 ASIDE = ("workers", "checkpoint_every", "log_every", "track", "precision", "seed")
 PLACES = ("data", "truth", "split")  # hashed without the folder that they are in
-RECIPES = {"pretrain": "finetune_mile.pretraining"}  # verbs besides run that have recipes of their own
 
 
 class RunKey(NamedTuple):
@@ -268,7 +267,11 @@ def resolve_all(jobs: Sequence[Job]) -> list[Meaning]:
 
 def _meaning(job: Job) -> Meaning:
     if job.verb != "run":
-        tree = _other_verb(job)
+        tree = dict(job.settings)
+        if job.verb == "pretrain":
+            sets = [f"{key}={yaml_value(value)}" for key, value in tree.items() if key != "recipe"]
+            recipe = pretraining.resolve({key: tree[key] for key in tree if key == "recipe"}, sets).recipe
+            tree = _used(recipe.model_dump(mode="json"), get_args(pretraining.Method))
         return Meaning(tree=tree, hash=_hash_of(tree), resolved=None, data_here=True)
     options = parse(dataclasses.replace(job, folders={}).flags())
     resolved, here = resolve_anywhere(given_settings(options), options.sets)
@@ -276,16 +279,6 @@ def _meaning(job: Job) -> Meaning:
     tree = _used(resolved.recipe.model_dump(mode="json"), blocks)
     of_seed = {k: v for k, v in job.settings.items() if k in tree and "{seed}" in str(v)}  # one hash for all seeds
     return Meaning(tree=tree, hash=_hash_of({**tree, **of_seed}), resolved=resolved, data_here=here)
-
-
-def _other_verb(job: Job) -> dict[str, Any]:
-    """The complete recipe of a verb that has one, else the settings that the table gives."""
-    if job.verb not in RECIPES:
-        return dict(job.settings)
-    settings, recipe = (importlib.import_module(f"{RECIPES[job.verb]}.{name}") for name in ("settings", "recipe"))
-    flags = {"recipe": job.settings["recipe"]} if "recipe" in job.settings else {}
-    sets = [f"{key}={yaml_value(value)}" for key, value in job.settings.items() if key != "recipe"]
-    return _used(settings.resolve(flags, sets).recipe.model_dump(mode="json"), get_args(recipe.Method))
 
 
 def _used(tree: Mapping[str, Any], methods: Sequence[str]) -> dict[str, Any]:
