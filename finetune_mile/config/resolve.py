@@ -29,7 +29,6 @@ from finetune_mile.methods import METHOD_FLAGS, METHODS, get_method
 NO_IMAGENET = "imagenet:data/imagenet"  # stands for ImageNet where it is not
 LONGEST_CHAIN = 4  # recipe files, the first one included
 MOST_SENTENCES = 20  # problems of one recipe that are told at once
-OWN_KEYS = ("base", "fractions", "sources")
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
 FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr"}  # of MILe, where no method is named
 Model = TypeVar("Model", bound=BaseModel)
@@ -206,23 +205,23 @@ class Layer:
 def layers_of(tree: Mapping[str, Any], path: Path) -> list[Layer]:
     """The layers of a file whose contents are `tree`, the lowest base first."""
     layers = [_layer(tree, path, "recipe")]
-    seen = [path.resolve()]
     while (base := tree.get("base")) is not None:
         below = find_recipe(str(base), builder=path)
-        if below.resolve() in seen:
+        if any(layer.path.resolve() == below.resolve() for layer in layers):
             raise Problem(f"recipe {path.name}: base: {base} leads back to {below.name}, in a circle")
-        if len(seen) == LONGEST_CHAIN:
+        if len(layers) == LONGEST_CHAIN:
             raise Problem(
-                f"recipe {path.name}: base: {base} is one too many; a chain has at most {LONGEST_CHAIN} files"
+                f"recipe {path.name}: base: {base}: too many levels of 'base:' (at most {LONGEST_CHAIN} files)."
             )
         tree, path = read_yaml(below), below
         layers.append(_layer(tree, path, f"base {path.name}"))
-        seen.append(path.resolve())
     return layers[::-1]
 
 
 def _layer(tree: Mapping[str, Any], path: Path, speaker: str) -> Layer:
-    settings = {key: value for key, value in copy.deepcopy(dict(tree)).items() if key not in OWN_KEYS}
+    settings = {
+        key: value for key, value in copy.deepcopy(dict(tree)).items() if key not in ("base", "fractions", "sources")
+    }
     fractions = _fractions(tree.get("fractions"), f"recipe {path.name}: fractions")
     keys = {dotted for entry in (settings, *fractions.values()) for dotted in paths(entry)}
     sources = _sources(tree.get("sources"), keys, f"recipe {path.name}: sources")
@@ -313,18 +312,15 @@ def nearest_fraction(fraction: float, entries: Mapping[float, object]) -> float:
 
 def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[str]) -> dict[str, tuple[Any, str]]:
     method = str(given.get("method", tree.get("method")))
+    keys = FLAG_PATHS | (dict(get_method(method).flags) if method in METHODS else {})
     over: dict[str, tuple[Any, str]] = {}
     for key, value in given.items():
         flag = "--" + key.replace("_", "-")
-        dotted = FLAG_PATHS.get(key, key)
-        if key in METHOD_FLAGS and method in METHODS:
-            flags = get_method(method).flags
-            if key not in flags:
-                owners = " or ".join(name for name in METHODS if key in get_method(name).flags)
-                wrong.append(f"{flag} belongs to --method {owners}, and the method is {method}")
-                continue
-            dotted = flags[key]
-        over[dotted] = (value, flag)
+        if key in METHOD_FLAGS and method in METHODS and key not in get_method(method).flags:
+            owners = " or ".join(name for name in METHODS if key in get_method(name).flags)
+            wrong.append(f"{flag} belongs to --method {owners}, and the method is {method}")
+        else:
+            over[keys.get(key, key)] = (value, flag)
     return over
 
 

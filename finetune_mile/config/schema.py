@@ -6,13 +6,13 @@ Order of precedence: flags, then the recipe, then the variant's column for what 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, Field, WithJsonSchema, create_model, model_validator
 
 from finetune_mile.core.problems import did_you_mean
-from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, Amount, Fraction, Positive, Section, Seed
-from finetune_mile.methods import METHODS, Activation, Method, get_method, method_of
+from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, Amount, Positive, Section, Seed
+from finetune_mile.methods import METHODS, Activation, Method, get_method
 from finetune_mile.methods.pseudo_labels import Rho
 
 Variant = Literal["paper", "published"]
@@ -92,7 +92,7 @@ class Recipe(Section):
     std: tuple[Positive, Positive, Positive] | None = Field(
         default=None, description="the same; null: as the card says"
     )
-    fraction: Fraction = Field(description="share of the labels that is used")
+    fraction: float = Field(gt=0, le=1, description="share of the labels that is used")
     split: str | None = Field(default=None, description="a list of the labelled images, or a run's split.json")
     method: Annotated[str, AfterValidator(_known_method), WithJsonSchema({"type": "string", "enum": [*METHODS]})]
     variant: Variant
@@ -127,34 +127,37 @@ class Recipe(Section):
     def _check_together(self) -> Recipe:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give either steps or epochs (flags --steps, --epochs)")
-        method = self.playing
+        method, needs = self.playing, self.playing.needs
+        block = method.settings(self)
         if method.Block is not None and getattr(self, method.block) is None and method.name == self.method:
             raise ValueError(f"method {self.method} needs a block {method.block}: in the recipe")
-        for sentence in method.check(self.block, self):
+        with_file = " or ".join(name for name in METHODS if "teacher_file" in get_method(name).needs)
+        rules = [
+            ("teacher_file" in needs and self.teacher is None,
+             f"method {self.method} needs --teacher RUN_FOLDER_OR_FILE"),
+            ("teacher_file" not in needs and self.teacher is not None,
+             f"--teacher is for --method {with_file}, and the method is {self.method}"),
+            (self.semi != "none" and "teacher" not in needs,
+             f"--semi needs a method that imitates; {self.method} learns from labels alone"),
+            (self.accumulate > 1 and "whole_batch" in needs,
+             f"method {self.method} needs the complete batch at once: set accumulate to 1"),
+            (self.labelled_share is not None and self.semi == "none",
+             "labelled_share needs --semi all or --semi unlabelled: without it every image is labelled"),
+            (self.optimizer.name == "lars" and self.optimizer.nesterov,
+             "optimizer.nesterov: true does not go with lars"),
+        ]  # fmt: skip
+        for sentence in [*method.check(block, self), *(sentence for broken, sentence in rules if broken)]:
             raise ValueError(sentence)
-        if "teacher_file" in method.needs and self.teacher is None:
-            raise ValueError(f"method {self.method} needs --teacher RUN_FOLDER_OR_FILE")
-        if "teacher_file" not in method.needs and self.teacher is not None:
-            with_file = " or ".join(name for name in METHODS if "teacher_file" in get_method(name).needs)
-            raise ValueError(f"--teacher is for --method {with_file}, and the method is {self.method}")
-        if self.semi != "none" and "teacher" not in method.needs:
-            raise ValueError(f"--semi needs a method that imitates; {self.method} learns from labels alone")
-        if self.accumulate > 1 and "whole_batch" in method.needs:
-            raise ValueError(f"method {self.method} needs the complete batch at once: set accumulate to 1")
-        if self.labelled_share is not None and self.semi == "none":
-            raise ValueError("labelled_share needs --semi all or --semi unlabelled: without it every image is labelled")
-        if self.optimizer.name == "lars" and self.optimizer.nesterov:
-            raise ValueError("optimizer.nesterov: true does not go with lars")
         return self
 
     @property
     def playing(self) -> Method:
         """The method that is trained; `mile.rho: auto` is another name of `auto`."""
-        return method_of(self)
+        mile = getattr(self, "mile", None)
+        return get_method("auto" if self.method == "mile" and mile is not None and mile.rho == "auto" else self.method)
 
     @property
     def block(self) -> Any:
-        """The settings of that method."""
         return self.playing.settings(self)
 
     @property
@@ -165,15 +168,14 @@ class Recipe(Section):
     @property
     def calibration(self) -> float:
         """The share of the labelled images that no phase trains on."""
-        held_out = getattr(self, "auto", None)
-        wanted = "held_out" in self.playing.needs or (held_out is not None and held_out.held_out == "always")
-        return held_out.calibration if wanted and held_out is not None else 0.0
+        auto = getattr(self, "auto", None)
+        needed = auto is not None and ("held_out" in self.playing.needs or auto.held_out == "always")
+        return auto.calibration if auto is not None and needed else 0.0
 
     @property
     def optimizer_state(self) -> Literal["keep", "reset"]:
         """What becomes of the momentum where the learner's weights are swapped."""
-        state: Literal["keep", "reset"] = getattr(self.block, "optimizer_state", "keep")
-        return state
+        return cast('Literal["keep", "reset"]', getattr(self.block, "optimizer_state", "keep"))
 
     @property
     def labels_once_per_cycle(self) -> bool:

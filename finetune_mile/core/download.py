@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from finetune_mile.core.files import write_json
 from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Section
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CHUNK = 1 << 20
@@ -36,10 +37,8 @@ class _WrongBytes(Exception):
     """The file is not the one that was published."""
 
 
-class RemoteFile(BaseModel):
+class RemoteFile(Section):
     """One file to fetch: the same bytes at each of `urls`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[\w][\w.+=-]*$", description="file name in the cache; no folders")
     urls: tuple[str, ...] = Field(min_length=1, description="mirrors, tried in this order")
@@ -123,8 +122,6 @@ def _fetch_file(remote: RemoteFile, folder: Path, missing: list[RemoteFile]) -> 
 
 
 class _OnlyHttps(urllib.request.HTTPRedirectHandler):
-    """A redirect may not lead away from https."""
-
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
@@ -135,8 +132,8 @@ class _OnlyHttps(urllib.request.HTTPRedirectHandler):
 
 def _download(url: str, part: Path, remote: RemoteFile) -> None:
     """Bring `part` to its full length, from where an earlier attempt ended."""
-    failures, pause = 0, _PAUSE
-    while True:
+    failures = 0
+    while failures <= _TRIES:
         before = part.stat().st_size if part.exists() else 0
         try:
             if _transfer(url, part, remote):
@@ -147,20 +144,18 @@ def _download(url: str, part: Path, remote: RemoteFile) -> None:
             part.unlink()  # longer than what the server has: start anew
         except _NETWORK as error:
             offline = isinstance(getattr(error, "reason", None), socket.gaierror) and not before
-            if failures >= _TRIES or offline:
+            if failures == _TRIES or offline:
                 raise
-        after = part.stat().st_size if part.exists() else 0
-        failures, pause = (0, _PAUSE) if after > before else (failures + 1, 2 * pause)
-        if failures > _TRIES:
-            raise urllib.error.URLError("the connection breaks off again and again")
-        time.sleep(pause)
+        failures = 0 if part.exists() and part.stat().st_size > before else failures + 1
+        time.sleep(_PAUSE * 2**failures)
+    raise urllib.error.URLError("the connection breaks off again and again")
 
 
 def _transfer(url: str, part: Path, remote: RemoteFile) -> bool:
-    """One connection; True when the whole file is there."""
-    start = part.stat().st_size if part.exists() else 0
+    """One connection; True when the file is complete."""
     from finetune_mile.core.console import progress
 
+    start = part.stat().st_size if part.exists() else 0
     tag = part.with_name(f"{part.name}.tag")
     request = urllib.request.Request(url, headers={"User-Agent": "finetune_mile", "Accept-Encoding": "identity"})
     if start:

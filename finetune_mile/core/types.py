@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 Pool = Literal["labelled", "unlabelled", "all"]
+
+
+class Section(BaseModel):
+    """Immutable settings; unknown keys raise an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
 
 class Batch(NamedTuple):
@@ -23,10 +29,8 @@ class Batch(NamedTuple):
     samples: Tensor  # (B,) which ones of the image set
 
 
-class Preprocess(BaseModel):
-    """What the network wants to see: RGB in [0, 1], cropped, resized, normalised."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Preprocess(Section):
+    """The input of a network: RGB in [0, 1], cropped, resized, normalised."""
 
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
@@ -42,12 +46,6 @@ class Preprocess(BaseModel):
 MOST_STEPS, LARGEST_BATCH, MOST_WORKERS = 10**9, 10**6, 1024
 
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|epochs?|steps?)?", re.IGNORECASE)
-
-
-class Section(BaseModel):
-    """Immutable settings; unknown keys raise an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
 
 def _parse_amount(amount: int | str) -> tuple[float, str]:
@@ -76,7 +74,7 @@ def in_steps(amount: int | str, *, total_steps: int, steps_per_epoch: float) -> 
     return max(round(value), 1)
 
 
+OFF = BeforeValidator(lambda word: "off" if word is False else word)  # YAML reads a bare `off` as false
 Amount = Annotated[int | str, AfterValidator(check_amount)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

@@ -138,10 +138,3 @@ def get_method(name: str) -> Method:
         loss=getattr(module, "loss", named_loss), State=getattr(module, "State", lambda _: MethodState()),
         untrained_loss=getattr(module, "untrained_loss", loss_of_new_head),
     )  # fmt: skip
-
-
-def method_of(recipe: Any) -> Method:
-    """The method that a recipe trains; `mile.rho: auto` is another name of `auto`."""
-    block = getattr(recipe, "mile", None)
-    alias = recipe.method == "mile" and block is not None and block.rho == "auto"
-    return get_method("auto" if alias else recipe.method)

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from finetune_mile.core.types import Section
+from finetune_mile.core.types import OFF, Section
 from finetune_mile.learning.phases import Budget, Decision, MethodState, Phase, RunView, StepView
 from finetune_mile.methods import mile
 
@@ -28,10 +28,6 @@ GUARDED = False
 SHORT_IMITATION = 50  # steps; shorter ones lost accuracy
 
 
-def _off(word: object) -> object:
-    return "off" if word is False else word  # YAML reads a bare `off` as false
-
-
 class Block(Section):
     """`--method auto`: thresholds and a gate from held-out images with given labels (docs/auto.md)."""
 
@@ -41,7 +37,7 @@ class Block(Section):
     held_out: Literal["auto", "always"] = Field(
         description="always: also in runs that do not look at them, so that methods train on the same images"
     )
-    gate: Annotated[Literal["auto", "off"], BeforeValidator(_off)] = Field(
+    gate: Annotated[Literal["auto", "off"], OFF] = Field(
         description="off: labels are added whatever the held-out images say"
     )
     v_min: float = Field(ge=0, description="the gate needs v (hits of given labels, 1 = chance) two errors above this")

@@ -17,7 +17,7 @@ from finetune_mile.checkpoints.init import Init
 from finetune_mile.config.flags import Parser
 from finetune_mile.config.resolve import read_yaml
 from finetune_mile.core.files import whole_file, write_json
-from finetune_mile.core.problems import Problem, tell
+from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import LARGEST_BATCH
 from finetune_mile.images.index import Data, ImageSet, write_list
 from finetune_mile.images.sources import check_truth, load_data, scheme_and_place, split_name
@@ -148,12 +148,10 @@ def _is_logits(source: Init | str) -> bool:
     return isinstance(source, Init) and source.kind == "file" and source.name.endswith(".parquet")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 the evaluation failed, 2 the command or its input was wrong."""
     try:
-        return run(parse(sys.argv[1:] if argv is None else argv))
-    except Problem as problem:
-        return tell(problem)
+        return run(parse(argv))
     except KeyboardInterrupt:
         return 130
 
