@@ -183,7 +183,9 @@ def read_predictions(path: Path) -> Predictions:
         given=given.long(), about=facts["about"],
     )  # fmt: skip
     if predictions.digest() != facts["sha256"]:
-        raise Problem(f"{path}: its contents do not fit its hash: it was changed or damaged; run eval --model again")
+        raise Problem(
+            f"{path}: the contents do not match the hash. The file was changed or is damaged; run eval --model again."
+        )
     return predictions
 
 

@@ -156,7 +156,7 @@ def _coloured(scheme: str, where: str, *, blank: float) -> Data:
     mnist = read_mnist(find_mnist(scheme, place, options["download"] == "yes"))
     small = min(len(mnist["train_images"]), len(mnist["test_images"]))
     if small < len(AGREES):
-        raise Problem(f"--data {scheme}:{where}: {small} images cannot be dealt to {len(AGREES)} environments")
+        raise Problem(f"--data {scheme}:{where}: {small} images are too few for {len(AGREES)} environments")
     step = 2 if options["side"] == "14" else 1
     train, test = (images[:, ::step, ::step] for images in (mnist["train_images"], mnist["test_images"]))
     pictures = torch.cat([train, test]).contiguous()  # (N, s, s) uint8
@@ -207,7 +207,7 @@ def _colour_options(scheme: str, where: str) -> tuple[str, dict[str, str]]:
     check_choices(scheme, where, given, allowed)
     options = defaults | given
     if not options["draw"].isdecimal():
-        raise Problem(f"--data {scheme}:{where}: draw={options['draw']} must be a whole number from 0 on")
+        raise Problem(f"--data {scheme}:{where}: draw={options['draw']} must be a whole number, 0 or more")
     if "test" in given and options["protocol"] != "leave-one-out":
         has = f"{options['protocol']} has one test set"
         raise Problem(f"--data {scheme}:{where}: test= is for protocol=leave-one-out; {has}")

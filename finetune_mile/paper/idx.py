@@ -46,11 +46,11 @@ def find_mnist(scheme: str, place: str, download: bool = False) -> dict[str, Pat
         try:
             MNIST(str(folder), download=True)
         except (RuntimeError, OSError) as error:
-            raise Problem(f"--data {scheme}:{place}: MNIST could not be fetched ({error})") from error
+            raise Problem(f"--data {scheme}:{place}: MNIST could not be downloaded ({error})") from error
         return find_mnist(scheme, place)
     raise Problem(
-        f"--data {scheme}:{place}: MNIST's four idx files are not in {folder}; write {scheme}:DIR, set MNIST_DIR, "
-        f"or let torchvision fetch them with {scheme}:{folder}?download=yes"
+        f"--data {scheme}:{place}: MNIST's four idx files are not in {folder}. Use {scheme}:DIR, or set MNIST_DIR, "
+        f"or let torchvision download them with {scheme}:{folder}?download=yes."
     )
 
 
@@ -74,12 +74,13 @@ def read_idx(path: Path) -> Tensor:
         with opener(path, "rb") as stream:
             head = stream.read(4)
             if len(head) < 4 or head[:3] != b"\x00\x00\x08" or not 1 <= head[3] <= 4:
-                raise Problem(f"{path}: is not an idx file of bytes")
+                raise Problem(f"{path}: not an idx file of bytes")
             shape = [int.from_bytes(stream.read(4), "big") for _ in range(head[3])]
             size = math.prod(shape)
             content = bytearray(stream.read(size + 1))
     except (OSError, EOFError) as error:
         raise Problem(f"{path}: cannot be read ({error})") from error
     if len(content) != size or not size:
-        raise Problem(f"{path}: says {shape}, and holds {'more' if len(content) > size else len(content)} bytes")
+        has = "more" if len(content) > size else f"{len(content):,}"
+        raise Problem(f"{path}: expected {size:,} bytes (shape {shape}), found {has}")
     return torch.frombuffer(content, dtype=torch.uint8).reshape(shape)

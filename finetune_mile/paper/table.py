@@ -129,7 +129,7 @@ def run(jobs: Sequence[Job], commands: Sequence[Command], runs: Path, parallel: 
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if parallel is not None and parallel < 1:
-        raise Problem(f"--jobs {parallel}: at least one run at a time")
+        raise Problem(f"--jobs {parallel}: must be 1 or more")
     own = os.environ.get("FINETUNE_MILE_THREADS")
     if own and not (own.isdigit() and int(own) > 0):
         raise Problem(f"FINETUNE_MILE_THREADS is {own!r}; it must be a whole number above zero")
@@ -138,7 +138,7 @@ def run(jobs: Sequence[Job], commands: Sequence[Command], runs: Path, parallel: 
     workers = parallel or (1 if alone else max(cores // int(own or 1), 1))
     threads = int(own) if own else max(cores // workers, 1)
     runs.mkdir(parents=True, exist_ok=True)
-    with locked(runs / ".table.lock", f"--runs {runs}: another finetune-mile table is at work there", seconds=0):
+    with locked(runs / ".table.lock", f"--runs {runs}: another `finetune-mile table` is running there", seconds=0):
         return run_with_progress(jobs, commands, workers=workers, threads=threads)
 
 

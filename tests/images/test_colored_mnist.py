@@ -103,7 +103,7 @@ def test_what_cannot_be_coloured_is_one_sentence(mnist, tmp_path, monkeypatch):
         f"colored-mnist+:{mnist}?draw=x": "draw=x must be a whole number",
         f"colored-mnist:{mnist}?tests=1": "did you mean test?",
         "colored-mnist+": "MNIST's four idx files are not in data/mnist",
-        f"colored-mnist:{write_mnist(tmp_path / 'few', 2, 2)}": "cannot be dealt",
+        f"colored-mnist:{write_mnist(tmp_path / 'few', 2, 2)}": "too few for 3 environments",
     }
     for name, part in cases.items():
         with pytest.raises(Problem, match=r".") as caught:

@@ -61,5 +61,5 @@ def test_damaged_and_foreign_files_are_said_to_be_that(tmp_path):
     table = pq.read_table(path)
     ids = pa.array(["other", *table["id"].to_pylist()[1:]])
     pq.write_table(table.set_column(0, "id", ids), path)
-    with pytest.raises(Problem, match="do not fit its hash"):
+    with pytest.raises(Problem, match="do not match the hash"):
         read_predictions(path)

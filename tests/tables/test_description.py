@@ -58,7 +58,9 @@ def test_a_circle_of_needs_is_told(tmp_path):
         tree["blocks"][0]["rows"]["sigmoid"]["needs"] = {"x": "student"}
 
     table = read_table(write_tiny(tmp_path, spoil))
-    with pytest.raises(Problem, match="wait for each other: fine-tuning / sigmoid / 10 % -> fine-tuning / student"):
+    with pytest.raises(
+        Problem, match="these runs need each other: fine-tuning / sigmoid / 10 % -> fine-tuning / student"
+    ):
         make_jobs(table, tmp_path, {})
 
 
@@ -159,7 +161,7 @@ def test_quick_keeps_what_is_named_and_what_that_needs():
     assert block.shown_rows == ["student"]
     assert list(block.columns) == ["10 %"]
     assert [bar.rows for bar in block.bars] == [("student", "sigmoid"), None]
-    with pytest.raises(Problem, match="does not say what its quick form is"):
+    with pytest.raises(Problem, match="has no short form"):
         quick_table(quick)
 
 

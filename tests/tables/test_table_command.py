@@ -172,7 +172,7 @@ def test_results_that_are_missing_are_not_a_done_run(done, capsys):
     [
         (["--seeds", "one"], "--seeds one: write whole numbers"),
         (["--set", "data"], "--set data: write KEY=VALUE"),
-        (["--jobs", "0"], "--jobs 0: at least one"),
+        (["--jobs", "0"], "--jobs 0: must be 1 or more"),
         (["--only", "pre"], "--only pre: no such block or row"),
     ],
 )

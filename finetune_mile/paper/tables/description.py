@@ -285,7 +285,7 @@ def quick_table(table: Table) -> Table:
     """Select the rows for --quick. Rows that others depend on are kept but not shown."""
     quick = table.quick
     if quick is None:
-        raise Problem(f"--quick: the table {table.title!r} does not say what its quick form is (a block quick:)")
+        raise Problem(f"--quick: the table {table.title!r} has no short form. Add a block quick: to it.")
     parts = quick.blocks or {b.name: QuickBlock() for b in table.blocks}
     shown = {(name, row) for name, part in parts.items() for row in part.rows or table.block(name).shown_rows}
     kept = list(shown)

@@ -169,7 +169,7 @@ def _needed(table: Table, block: TableBlock, key: RunKey, name: str, reference: 
     other, row, fixed = need
     seeds = table.seeds_of(other, row)
     if fixed is None and key.column not in columns and len(columns) > 1:
-        raise Problem(f"{key.cell} needs {name}: {reference} has no column {key.column!r}; say {reference}/COLUMN")
+        raise Problem(f"{key.cell} needs {name}: {reference} has no column {key.column!r}; write {reference}/COLUMN")
     if key.seed not in seeds and len(seeds) > 1:
         has = f"it has {', '.join(map(str, seeds))}"
         raise Problem(f"{key.cell} needs {name}: {reference} has no seed {key.seed} ({has})")
@@ -185,7 +185,7 @@ def _in_order(jobs: Iterable[Job]) -> list[Job]:
         TopologicalSorter({key: job.needs.values() for key, job in by_key.items()}).prepare()
     except CycleError as error:
         circle = " -> ".join(key.cell for key in reversed(error.args[1]))
-        raise Problem(f"needs: these wait for each other: {circle}") from error
+        raise Problem(f"needs: these runs need each other: {circle}") from error
 
     def chain(key: RunKey) -> Iterator[RunKey]:
         for need in by_key[key].needs.values():
@@ -201,7 +201,7 @@ def pick(jobs: Sequence[Job], only: Sequence[str], seeds: Sequence[int] | None) 
     for name in only:
         if not any(_matches(key, name) for key in keys):
             blocks = ", ".join(dict.fromkeys(key.block for key in keys))
-            raise Problem(f"--only {name}: no such block or row; blocks are {blocks}, rows BLOCK/ROW")
+            raise Problem(f"--only {name}: no such block or row. Blocks are {blocks}; a row is BLOCK/ROW.")
     known = sorted({key.seed for key in keys})
     for seed in seeds or ():
         if seed not in known:
@@ -389,7 +389,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise Problem(f"{path} is damaged ({error.msg}); remove its run folder to run it again") from error
+        raise Problem(f"{path} is damaged ({error.msg}). Remove its run folder to run it again.") from error
     return value if isinstance(value, dict) else {}
 
 
@@ -439,5 +439,7 @@ def read_records(path: Path) -> list[RunRecord]:
             value: dict[str, Any] = json.loads(line)
             records.append(RunRecord(**value))
         except (json.JSONDecodeError, TypeError) as error:
-            raise Problem(f"{path} line {number} is not a run ({error}); write it anew with --ledger-only") from error
+            raise Problem(
+                f"{path} line {number} is not a run ({error}). Write the file again with --ledger-only."
+            ) from error
     return records
