@@ -145,7 +145,7 @@ def test_a_mistake_in_a_base_names_the_base(tmp_path):
 def test_a_key_that_stands_twice_is_refused(tmp_path, text):
     path = tmp_path / "twice.yaml"
     path.write_text(text)
-    with pytest.raises(Problem, match=r"cannot be used at line 3 \((steps|k_s) stands twice\)"):
+    with pytest.raises(Problem, match=r"cannot be used at line 3 \((steps|k_s) is set twice\)"):
         read_yaml(path)
 
 

@@ -51,7 +51,7 @@ EPILOG = """examples:
   accelerate launch finetune_mile/run.py                                   the demo, about a minute on two cores
   accelerate launch finetune_mile/run.py --init simclrv2-sk1 --fraction 0.01       ImageNet, 1 % of the labels
   accelerate launch finetune_mile/run.py --init moco.pth.tar --data folder:photos --fraction 0.1
-  accelerate launch finetune_mile/run.py --resume runs/demo-1              go on with a run that was stopped
+  accelerate launch finetune_mile/run.py --resume runs/demo-1              continue a run that was stopped
 """
 
 
@@ -145,7 +145,9 @@ def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> ar
         others = sorted(set(given_settings(options, settings)) | ({"set"} if options.sets else set()))
         if others or options.out is not None or options.overwrite:
             name = "--" + (others[0].replace("_", "-") if others else "out or --overwrite")
-            raise Problem(f"--resume goes on with a run as it was and takes no other setting; leave out {name}")
+            raise Problem(
+                f"--resume continues a run with its own settings and takes no other setting; leave out {name}"
+            )
     return options
 
 

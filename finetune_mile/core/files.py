@@ -132,16 +132,16 @@ MOST_VALUES = 100_000  # with aliases expanded
 
 
 class Refused(yaml.MarkedYAMLError):
-    """YAML that is larger, deeper or more repetitive than any file of ours, or says something twice."""
+    """YAML that is larger, deeper or more repetitive than any file of ours, or sets a key twice."""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        """Refuse a key that stands twice: YAML itself takes the last one and says nothing."""
+        """Refuse a key that is set twice: YAML itself silently takes the last one."""
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                raise Refused(problem=f"{key.value} stands twice", problem_mark=key.start_mark)
+                raise Refused(problem=f"{key.value} is set twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 

@@ -138,7 +138,7 @@ def report(data: Data, splits: dict[str, Findings]) -> Iterator[str]:
         yield f"true label sets: {empty:,} empty (not counted in set metrics), {several:,} with several labels"
     for split, findings in splits.items():
         bad, ids = findings.bad, findings.images.ids
-        verdict = "would stop" if len(bad) > allowed(len(ids)) else "goes on without them"
+        verdict = "would stop" if len(bad) > allowed(len(ids)) else "would skip them"
         yield f"{split}: {len(bad)} images cannot be read" + (f"; a run {verdict}" if bad else "")
         for index, reason in sorted(bad.items())[:SHOWN]:
             yield f"  {ids[index]}: {reason}"

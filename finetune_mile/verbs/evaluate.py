@@ -17,7 +17,7 @@ from finetune_mile.checkpoints.init import Init
 from finetune_mile.config.flags import Parser
 from finetune_mile.config.resolve import read_yaml
 from finetune_mile.core.files import whole_file, write_json
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import Failed, Problem
 from finetune_mile.core.types import LARGEST_BATCH
 from finetune_mile.images.index import Data, ImageSet, write_list
 from finetune_mile.images.sources import check_truth, load_data, scheme_and_place, split_name
@@ -58,31 +58,47 @@ def build_parser() -> Parser:
         prog="finetune-mile eval", allow_abbrev=False, epilog=EPILOG, description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    what = parser.add_argument_group("what")
-    what.add_argument("--model", help="run:DIR, timm:NAME, hf:NAME, or a checkpoint file with a head")
-    what.add_argument("--logits", type=Path, metavar="FILE", help="instead of a model: logits that eval saved")
-    what.add_argument("--data", help="as for run.py; a run knows its own")
-    what.add_argument("--part", choices=("val", "train", "all"),
-                      help="which images (default: val; all of a folder that has no train/)")  # fmt: skip
-    what.add_argument("--truth", help="true label sets: real, csv:FILE, counts:FILE.npy,INDEX.csv,0.1")
-    what.add_argument("--compare", metavar="OTHER", help="a second model, or a file of its logits")
-    what.add_argument("--weights", metavar="FILE", help="for timm:NAME: a file of weights; none: random ones")
-    how = parser.add_argument_group("how")
-    how.add_argument("--activation", choices=("softmax", "sigmoid"), help="default: what the model was trained with")
-    how.add_argument("--rule", choices=("threshold", "argmax_or_threshold"),
-                     help="set that the plain f1@... means (default: the run's, else threshold)")  # fmt: skip
-    how.add_argument("--batch-size", type=partial(_number, 1, LARGEST_BATCH, "number of images"), default=128,
-                     help="over all processes (default: %(default)s)")  # fmt: skip
+    inputs = parser.add_argument_group("what to evaluate")
+    inputs.add_argument("--model", help="run:DIR, timm:NAME, hf:NAME, or a checkpoint file with a head")
+    inputs.add_argument("--logits", type=Path, metavar="FILE", help="instead of a model: logits that eval saved")
+    inputs.add_argument("--data", help="as for run.py; a run knows its own")
+    inputs.add_argument(
+        "--part",
+        choices=("val", "train", "all"),
+        help="which images (default: val; all of a folder that has no train/)",
+    )
+    inputs.add_argument("--truth", help="true label sets: real, csv:FILE, counts:FILE.npy,INDEX.csv,0.1")
+    inputs.add_argument("--compare", metavar="OTHER", help="a second model, or a file of its logits")
+    inputs.add_argument("--weights", metavar="FILE", help="for timm:NAME: a file of weights; none: random ones")
+    scoring = parser.add_argument_group("how")
+    scoring.add_argument(
+        "--activation", choices=("softmax", "sigmoid"), help="default: what the model was trained with"
+    )
+    scoring.add_argument(
+        "--rule",
+        choices=("threshold", "argmax_or_threshold"),
+        help="set that the plain f1@... means (default: the run's, else threshold)",
+    )
+    scoring.add_argument(
+        "--batch-size",
+        type=partial(_number, 1, LARGEST_BATCH, "number of images"),
+        default=128,
+        help="over all processes (default: %(default)s)",
+    )
     whole = partial(_number, 0, 999_999, "whole number")
-    how.add_argument("--workers", type=whole, help="loader processes (default: from the cores)")
-    how.add_argument(
+    scoring.add_argument("--workers", type=whole, help="loader processes (default: from the cores)")
+    scoring.add_argument(
         "--draws", type=whole, default=1000, help="of the bootstrap; 0: no intervals (default: %(default)s)"
     )
-    how.add_argument("--seed", type=partial(_number, 0, 2**32 - 1, "whole number"), default=0,
-                     help="of the bootstrap and of random weights")  # fmt: skip
-    where = parser.add_argument_group("where")
-    where.add_argument("--out", type=Path, metavar="DIR", help="default: runs/eval-<number>")
-    where.add_argument("--overwrite", action="store_true", help="replace an evaluation that is in --out")
+    scoring.add_argument(
+        "--seed",
+        type=partial(_number, 0, 2**32 - 1, "whole number"),
+        default=0,
+        help="of the bootstrap and of random weights",
+    )
+    output = parser.add_argument_group("where")
+    output.add_argument("--out", type=Path, metavar="DIR", help="default: runs/eval-<number>")
+    output.add_argument("--overwrite", action="store_true", help="replace an evaluation that is in --out")
     return parser
 
 
@@ -181,8 +197,7 @@ def run(options: argparse.Namespace) -> int:
     for model in models:
         bad = int((~model.logits.isfinite().all(1)).sum())
         if bad:
-            sys.stderr.write(f"error: {model.about['model']} gives NaN or infinity for {bad} images\n")
-            return 1
+            raise Failed(f"{model.about['model']} gives NaN or infinity for {bad} images")
     rho: float | None = first.about.get("rho")
     rule: Any = options.rule or first.about.get("prediction_set") or "threshold"
     activations = [options.activation or model.activation for model in models]

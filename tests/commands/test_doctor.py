@@ -45,7 +45,7 @@ def test_what_it_finds(folder, tmp_path, capsys):
     assert "val: 1 classes have no image: owl" in said
     assert "exact duplicates across train and val: 1\n  val dog/copy.jpg is train cat/3.jpg" in said
     assert "train: 1 images are exact copies of another one in train" in said
-    assert "train: 1 images cannot be read; a run goes on without them\n  owl/2.jpg: the file is empty" in said
+    assert "train: 1 images cannot be read; a run would skip them\n  owl/2.jpg: the file is empty" in said
     assert "val: 1 images cannot be read" in said
     assert [line.split(",")[:2] for line in bad.read_text().splitlines()] == [
         ["split", "id"], ["train", "owl/2.jpg"], ["val", "cat/1.jpg"],
