@@ -225,10 +225,6 @@ def _layer(tree: Mapping[str, Any], path: Path, speaker: str) -> Layer:
     fractions = _fractions(tree.get("fractions"), f"recipe {path.name}: fractions")
     keys = {dotted for entry in (settings, *fractions.values()) for dotted in paths(entry)}
     sources = _sources(tree.get("sources"), keys, f"recipe {path.name}: sources")
-    for number, entry in fractions.items():
-        if "sources" in entry:
-            place = f"recipe {path.name}: fractions.{number:g}.sources"
-            entry["sources"] = _sources(entry["sources"], set(paths(entry)), place)
     return Layer(path=path, speaker=speaker, settings=settings, sources=sources, fractions=fractions)
 
 
@@ -237,6 +233,7 @@ def _fractions(value: object, place: str) -> dict[float, dict[str, Any]]:
         return {}
     if not isinstance(value, dict) or not value:
         raise Problem(f"{place} must map shares of the labels to settings, as in fractions: {{0.01: {{epochs: 60}}}}")
+    fractions = {}
     for key, entry in value.items():
         if isinstance(key, bool) or not isinstance(key, int | float) or not 0 < key <= 1:
             raise Problem(f"{place}.{key} is not a share of the labels, above 0 and up to 1")
@@ -245,7 +242,9 @@ def _fractions(value: object, place: str) -> dict[float, dict[str, Any]]:
         for name in ("fraction", "base", "fractions"):
             if name in entry:
                 raise Problem(f"{place}.{key:g}.{name} cannot be set there; the fraction is already chosen")
-    return {float(key): entry for key, entry in copy.deepcopy(value).items()}
+        sources = _sources(entry.get("sources"), set(paths(entry)), f"{place}.{key:g}.sources")
+        fractions[float(key)] = copy.deepcopy(entry) | {"sources": sources}
+    return fractions
 
 
 def _sources(value: object, keys: set[str], place: str) -> dict[str, str]:
@@ -295,7 +294,7 @@ def put_together(layers: list[Layer], fraction: float | None) -> Merged:
         if fraction is not None and layer.fractions:
             near = nearest_fraction(fraction, layer.fractions)
             entry = dict(layer.fractions[near])
-            sources = layer.sources | entry.pop("sources", {})
+            sources = layer.sources | entry.pop("sources")
             about = f"fractions {near:g}" + ("" if near == fraction else f" (nearest to {fraction:g})")
             place = f"recipe {layer.path.name}: fractions.{near:g}."
             merged.add(entry, sources, f"{layer.speaker}, {about}", place)
@@ -327,7 +326,6 @@ def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[s
 def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]]:
     """`--set KEY=VALUE` arguments as (value, speaker) by dotted key; what cannot be read goes into `wrong`."""
     over: dict[str, tuple[Any, str]] = {}
-    nothing = object()
     for pair in sets:
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
@@ -335,8 +333,8 @@ def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]
             wrong.append(f"--set {pair}: write KEY=VALUE, for example --set optimizer.momentum=0.8")
             continue
         try:
-            value = load_yaml(text, empty=nothing)
-            if value is nothing:
+            value = load_yaml(text, empty=...)
+            if value is ...:
                 wrong.append(f"--set {pair}: the value is empty; write --set {key}=VALUE, or {key}=null for none")
             else:
                 over[key] = (value, f"--set {key}")

@@ -128,7 +128,6 @@ class Recipe(Section):
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give either steps or epochs (flags --steps, --epochs)")
         method, needs = self.playing, self.playing.needs
-        block = method.settings(self)
         if method.Block is not None and getattr(self, method.block) is None and method.name == self.method:
             raise ValueError(f"method {self.method} needs a block {method.block}: in the recipe")
         with_file = " or ".join(name for name in METHODS if "teacher_file" in get_method(name).needs)
@@ -146,7 +145,10 @@ class Recipe(Section):
             (self.optimizer.name == "lars" and self.optimizer.nesterov,
              "optimizer.nesterov: true does not go with lars"),
         ]  # fmt: skip
-        for sentence in [*method.check(block, self), *(sentence for broken, sentence in rules if broken)]:
+        for sentence in [
+            *method.check(method.settings(self), self),
+            *(sentence for broken, sentence in rules if broken),
+        ]:
             raise ValueError(sentence)
         return self
 
@@ -162,7 +164,6 @@ class Recipe(Section):
 
     @property
     def activation(self) -> Activation:
-        """How the final network's logits become probabilities."""
         return self.playing.activation(self.block)
 
     @property

@@ -22,13 +22,10 @@ from finetune_mile.core.files import write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Section
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CHUNK = 1 << 20
 _TRIES = 2  # in a row without a single new byte, for each mirror
 _PAUSE = 0.5  # seconds before the next try, doubled each time
 _TIMEOUT = 30.0
-_PAGE_TYPES = ("text/html", "application/xhtml")
-_PAGE_STARTS = (b"<!doctype html", b"<html")
 _PAGE = "a web page, not a file; the address may need a login"
 _NETWORK = (urllib.error.URLError, http.client.HTTPException, OSError)
 
@@ -60,7 +57,7 @@ class RemoteFile(Section):
 def _is_https(url: str) -> bool:
     """Whether a file may be fetched from there; plain http on this very machine is for tests."""
     parts = urlsplit(url)
-    return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in _LOOPBACK)
+    return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1"))
 
 
 def fetch(files: Sequence[RemoteFile], folder: Path, *, file: str | None = None, unpack: str | None = None) -> Path:
@@ -163,7 +160,7 @@ def _transfer(url: str, part: Path, remote: RemoteFile) -> bool:
         if tag.exists():
             request.add_header("If-Range", tag.read_text(encoding="ascii"))
     with urllib.request.build_opener(_OnlyHttps).open(request, timeout=_TIMEOUT) as answer:
-        if str(answer.headers.get("Content-Type", "")).lower().startswith(_PAGE_TYPES):
+        if str(answer.headers.get("Content-Type", "")).lower().startswith(("text/html", "application/xhtml")):
             raise _WrongBytes(_PAGE)
         partial = answer.status == 206 and str(answer.headers.get("Content-Range", "")).startswith(f"bytes {start}-")
         start = start if partial else 0
@@ -203,7 +200,7 @@ def _is_page(path: Path) -> bool:
     """Whether a file begins as a web page does; servers do not always label theirs."""
     with path.open("rb") as file:
         start = file.read(256)
-    return start.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith(_PAGE_STARTS)
+    return start.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith((b"<!doctype html", b"<html"))
 
 
 def _record_of(target: Path) -> Path:
