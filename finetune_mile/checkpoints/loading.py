@@ -17,9 +17,8 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.adapters import adapt, few
-from finetune_mile.checkpoints.architecture import name_network
 from finetune_mile.checkpoints.cards import SCRATCH, Card
-from finetune_mile.checkpoints.detect import detect
+from finetune_mile.checkpoints.detect import detect, name_network
 from finetune_mile.checkpoints.init import Init, Located, locate, parse_init, read_header
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.readers.mapped import MappedPages

@@ -12,7 +12,7 @@ from torch import nn
 from finetune_mile.checkpoints.adapters import Adapted
 from finetune_mile.checkpoints.adapters.adapter import Adapter, state_dict_of
 from finetune_mile.checkpoints.cards import Card
-from finetune_mile.checkpoints.detect import Found
+from finetune_mile.checkpoints.detect import Detected
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.heads import build, split_timm
@@ -73,14 +73,14 @@ def _preprocess(config: Mapping[str, Any]) -> Preprocess:
     )
 
 
-def native(contents: Contents, arch: str) -> Found | None:
+def native(contents: Contents, arch: str) -> Detected | None:
     """A file in the very names of the timm network that was asked for, where it is one."""
     names = set(build(arch).state_dict())
     if not names <= set(state_dict_of(contents)):
         return None
     adapter = Adapter(recognise=lambda _: None, unwrap=state_dict_of, rename=lambda key: key, method="timm")
     why = f"all {len(names)} tensors of {arch} are there by name"
-    return Found(format="timm", why=why, adapter=adapter, contents=contents, arch=arch)
+    return Detected(format="timm", why=why, adapter=adapter, contents=contents, arch=arch)
 
 
 def canonical_head(adapted: Adapted, arch: str) -> Adapted:

@@ -16,8 +16,7 @@ from torch import Tensor
 from finetune_mile.checkpoints.adapters import ADAPTERS, adapt
 from finetune_mile.checkpoints.adapters.adapter import leaves
 from finetune_mile.checkpoints.adapters.simclr import targets
-from finetune_mile.checkpoints.architecture import Marks, read_arch
-from finetune_mile.checkpoints.detect import detect
+from finetune_mile.checkpoints.detect import Marks, detect, read_arch
 from finetune_mile.checkpoints.init import Located
 from finetune_mile.checkpoints.loading import build_for, check_fit, open_contents
 from finetune_mile.checkpoints.readers import Contents

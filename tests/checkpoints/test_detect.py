@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from making import as_children, as_separius, as_tensorflow, flat, light, linear, torch_file, trunk, under
 from torch import Tensor
 
-from finetune_mile.checkpoints.architecture import Marks, read_arch
-from finetune_mile.checkpoints.detect import BEHIND_PREFIX
+from finetune_mile.checkpoints.detect import BEHIND_PREFIX, Marks, read_arch
 from finetune_mile.checkpoints.init import Located
 from finetune_mile.checkpoints.loading import Opened, open_contents
 from finetune_mile.checkpoints.readers import Contents

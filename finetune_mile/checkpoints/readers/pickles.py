@@ -87,8 +87,10 @@ def _text_integer(cursor: Cursor) -> int | bool:
 
 def _quoted(cursor: Cursor) -> str:
     line = cursor.line()
-    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
-        raise Refused("is damaged: a string in it has no quotes")
+    require(
+        len(line) >= 2 and line[:1] == line[-1:] and line[:1] in (b"'", b'"'),
+        "is damaged: a string in it has no quotes",
+    )
     return str(_ESCAPE.sub(_unescape, line[1:-1]), "latin-1")
 
 
@@ -165,32 +167,27 @@ class Machine:
     ) -> None:
         self.cursor = Cursor(file, start, end)
         self.stubs: set[str] = set()
-        self._allowance = allowance
-        self.find_storage = find_storage
+        self._allowance, self.find_storage = allowance, find_storage
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
         """The pickled object, as plain data, stubs and tensors."""
+        cursor, push = self.cursor, self._stack.append
         try:
-            return self._run()
+            for _ in range(_MOST_OPCODES):
+                code = cursor.byte()
+                if code in LITERALS:
+                    push(LITERALS[code](cursor))
+                elif code in _ACTIONS:
+                    _ACTIONS[code](self)
+                elif code == pickle.STOP[0]:
+                    return self._pop()
+                else:
+                    raise Refused(_REFUSED.get(code, f"is damaged: no checkpoint has the opcode {code:#04x}"))
         except _NONSENSE as error:
             raise Refused(f"is damaged: its pickle makes no sense ({type(error).__name__})") from error
-
-    def _run(self) -> Any:
-        cursor, push = self.cursor, self._stack.append
-        for _ in range(_MOST_OPCODES):
-            code = cursor.byte()
-            literal = LITERALS.get(code)
-            if literal is not None:
-                push(literal(cursor))
-            elif code == _STOP:
-                return self._pop()
-            else:
-                if code not in _ACTIONS:
-                    raise Refused(f"is damaged or refused: no checkpoint has the opcode {code:#04x}")
-                _ACTIONS[code](self)
         raise Refused("holds millions of objects beside its tensors; save its state_dict alone and use that")
 
     # The stack: what lies above the last mark is all that an opcode may touch.
@@ -240,8 +237,10 @@ class Machine:
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
         entries = target.entries if isinstance(target, Stub) else target
-        is_dict = isinstance(entries, dict) and len(items) % 2 == 0
-        require(is_dict, "is damaged: it sets entries of something that is no dict")
+        require(
+            isinstance(entries, dict) and len(items) % 2 == 0,
+            "is damaged: it sets entries of something that is no dict",
+        )
         for key, value in zip(items[::2], items[1::2], strict=True):
             entries[check_key(key, self._allowance)] = value
 
@@ -282,8 +281,10 @@ class Machine:
         self._call(target, args)
         result = self._stack[-1]
         if keywords:
-            takes = isinstance(result, Stub) and isinstance(keywords, dict)
-            require(takes, "is damaged: a call in it has keywords that nothing takes")
+            require(
+                isinstance(result, Stub) and isinstance(keywords, dict),
+                "is damaged: a call in it has keywords that nothing takes",
+            )
             result.entries = keywords
 
     def _instance(self) -> None:
@@ -297,8 +298,7 @@ class Machine:
 
     def _build(self) -> None:
         """Restore a state: arrays are completed, stubs keep it, tensors and dicts need none."""
-        state = self._pop()
-        target = self._pop()
+        state, target = self._pop(), self._pop()
         if isinstance(target, Unbuilt):
             array = restore_array(state, self._allowance)
             for index in target.memo:
@@ -310,8 +310,11 @@ class Machine:
             target.state = state
         elif isinstance(target, dict):
             self._restore_mapping(target, state)
-        elif not isinstance(target, torch.Tensor | list | set):
-            raise Refused("is damaged: it restores the state of something that has none")
+        else:
+            require(
+                isinstance(target, torch.Tensor | list | set),
+                "is damaged: it restores the state of something that has none",
+            )
         self._stack.append(target)
 
     def _restore_mapping(self, target: dict[Any, Any], state: Any) -> None:
@@ -325,14 +328,17 @@ class Machine:
         version = self.cursor.byte()
         require(version <= 5, f"is a pickle of protocol {version}, which is not known")
 
-    def _extension(self) -> None:
-        raise Refused("is refused, for it calls on copyreg's extension registry, which no checkpoint needs")
 
-    def _outside_buffer(self) -> None:
-        raise Refused("keeps its data outside of the file; save it again without buffers")
-
-
-_STOP = pickle.STOP[0]
+_REFUSED = {
+    **dict.fromkeys(
+        (pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0]),
+        "is refused, for it calls on copyreg's extension registry, which no checkpoint needs",
+    ),
+    **dict.fromkeys(
+        (pickle.PERSID[0], pickle.NEXT_BUFFER[0], pickle.READONLY_BUFFER[0]),
+        "keeps its data outside of the file; save it again without buffers",
+    ),
+}
 _ACTIONS: dict[int, Callable[[Machine], Any]] = {
     code[0]: act
     for code, act in {
@@ -370,11 +376,5 @@ _ACTIONS: dict[int, Callable[[Machine], Any]] = {
         pickle.OBJ: Machine._object,
         pickle.BUILD: Machine._build,
         pickle.BINPERSID: lambda m: m._stack.append(m.find_storage(m._pop())),
-        pickle.PERSID: Machine._outside_buffer,
-        pickle.EXT1: Machine._extension,
-        pickle.EXT2: Machine._extension,
-        pickle.EXT4: Machine._extension,
-        pickle.NEXT_BUFFER: Machine._outside_buffer,
-        pickle.READONLY_BUFFER: Machine._outside_buffer,
     }.items()
 }

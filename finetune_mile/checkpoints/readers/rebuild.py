@@ -30,8 +30,10 @@ def check_shape(shape: Any) -> tuple[int, ...]:
     require(
         isinstance(shape, tuple | list) and len(shape) <= 32, "is damaged: the shape of a tensor in it is not a shape"
     )
-    if any(type(side) is not int or not 0 <= side <= _LARGEST_SIDE for side in shape):
-        raise Refused("is damaged: a tensor in it has a side below zero or beyond reason")
+    require(
+        all(type(side) is int and 0 <= side <= _LARGEST_SIDE for side in shape),
+        "is damaged: a tensor in it has a side below zero or beyond reason",
+    )
     return tuple(shape)
 
 
@@ -129,10 +131,11 @@ class Kind:
 
     def restore(self, state: Any) -> None:
         """Take the byte order from a pickled dtype's state; records and objects are refused."""
-        if not isinstance(state, tuple) or len(state) < 8 or state[1] not in ("<", ">", "|", "="):
-            raise Refused("is damaged: a numpy dtype in it has no byte order")
-        if any(part is not None for part in state[2:5]):
-            raise Refused("holds a numpy array of records, which no weights are")
+        require(
+            isinstance(state, tuple) and len(state) >= 8 and state[1] in ("<", ">", "|", "="),
+            "is damaged: a numpy dtype in it has no byte order",
+        )
+        require(state[2:5] == (None, None, None), "holds a numpy array of records, which no weights are")
         self.order = ">" if state[1] == ">" else "<"
 
     def numbers(self) -> np.dtype[Any]:
@@ -188,8 +191,10 @@ def _make_array(kind: Any, shape: Any, data: Any, *, fortran: bool, allowance: A
     require(isinstance(kind, Kind), "is damaged: a numpy array in it has no dtype")
     dtype, sides = kind.numbers(), check_shape(shape)
     raw = _as_bytes(data, allowance)
-    if prod(sides) * dtype.itemsize != raw.size:
-        raise Refused(f"holds an array of shape {sides} that has {raw.size} bytes: it is damaged or it lies")
+    require(
+        prod(sides) * dtype.itemsize == raw.size,
+        f"holds an array of shape {sides} that has {raw.size} bytes: it is damaged or it lies",
+    )
     array = raw.view(dtype).astype(dtype.newbyteorder("="), copy=False)
     array = array.reshape(sides, order="F" if fortran else "C")
     tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(sides))
@@ -260,10 +265,9 @@ def _encode(args: Args, allowance: Allowance) -> bytes | Blob:
     if isinstance(text, Blob):
         allowance.spend(text.count)
         return replace(text, form="latin-1")
-    if not isinstance(text, str):
-        raise Refused("is damaged: bytes in it are not a string")
+    require(isinstance(text, str), "is damaged: bytes in it are not a string")
     allowance.spend(len(text))
-    return text.encode("latin-1")
+    return bytes(text, "latin-1")
 
 
 def _bytes(args: Args, allowance: Allowance) -> Any:
@@ -320,10 +324,8 @@ def _device(args: Args, _: Allowance) -> str:
 def _record(args: Args, allowance: Allowance) -> Record:
     """The named tuples of dill: (name, fields, module)."""
     name, fields = args[:2]
-    if not isinstance(name, str) or not isinstance(fields, tuple | list):
-        raise Refused("is damaged: a named tuple in it has no fields")
-    if not all(isinstance(part, str) for part in fields):
-        raise Refused("is damaged: a named tuple in it has a field without a name")
+    require(isinstance(name, str) and isinstance(fields, tuple | list), "is damaged: a named tuple in it has no fields")
+    require(all(isinstance(part, str) for part in fields), "is damaged: a field of a named tuple in it has no name")
     allowance.spend(_ENTRY * len(fields))
     return Record(name, tuple(fields))
 

@@ -100,15 +100,16 @@ def read_checkpoint(index: Path) -> Contents:
 
 def _read_bundle(index: Path, home: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Every variable of numbers, and the full names of the object graph."""
-    named = index.suffix == ".index"
-    require(named, "is a TensorFlow index under another name; call it *.index, as its data files")
+    require(index.suffix == ".index", "is a TensorFlow index under another name; call it *.index, as its data files")
     file = _open_inside(index, home)
     require(file.size <= _LARGEST_INDEX, f"has an index of {file.size} bytes, more than any checkpoint needs")
     entries = table(bytes(file.view))
     shards = _open_shards(index, home, _count_shards(entries.pop(b"", None)))
     parsed = {key.decode("utf-8", "replace"): _parse_entry(value) for key, value in entries.items()}
-    if sum(entry.size for entry in parsed.values()) > sum(shard.size for shard in shards):
-        raise Refused("is damaged: its variables are larger than its data files; fetch them again")
+    require(
+        sum(entry.size for entry in parsed.values()) <= sum(shard.size for shard in shards),
+        "is damaged: its variables are larger than its data files; fetch them again",
+    )
     tree: dict[str, torch.Tensor] = {}
     full_names: dict[str, str] = {}
     for key, entry in parsed.items():
@@ -124,8 +125,10 @@ def _read_bundle(index: Path, home: Path) -> tuple[dict[str, torch.Tensor], dict
 
 def _open_inside(path: Path, home: Path) -> MappedFile:
     """Map a file that lies in `home`, where a link would lead as well."""
-    if not path.resolve().is_relative_to(home.resolve()):
-        raise Refused(f"is refused, for {path.name} is a link that leads out of the folder; copy the file")
+    require(
+        path.resolve().is_relative_to(home.resolve()),
+        f"is refused, for {path.name} is a link that leads out of the folder; copy the file",
+    )
     return MappedFile(path)
 
 
@@ -160,8 +163,10 @@ def _tensor(key: str, shard: MappedFile, entry: _Entry) -> torch.Tensor:
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise Refused(f"holds {key[:200]}, of TensorFlow's dtype {entry.dtype}, which is not read")
-    if prod(entry.shape) * dtype.itemsize != entry.size:
-        raise Refused(f"is damaged: {key[:200]} has shape {entry.shape} and {entry.size} bytes, which differ")
+    require(
+        prod(entry.shape) * dtype.itemsize == entry.size,
+        f"is damaged: {key[:200]} has shape {entry.shape} and {entry.size} bytes, which differ",
+    )
     return shard.tensor(entry.offset, entry.shape, dtype)
 
 
@@ -169,8 +174,10 @@ def _one_string(shard: MappedFile, entry: _Entry) -> bytes:
     """A scalar string: its length, the length's checksum, then the bytes."""
     data = bytes(shard.view[entry.offset : entry.offset + entry.size])
     count, position = varint(data, 0)
-    if prod(entry.shape) != 1 or position + 4 + count != len(data):
-        raise Refused("is damaged: its object graph is not a single string")
+    require(
+        prod(entry.shape) == 1 and position + 4 + count == len(data),
+        "is damaged: its object graph is not a single string",
+    )
     return data[position + 4 :]
 
 

@@ -36,13 +36,18 @@ class _Storages:
         self.by_key: dict[str, Storage] = {}
 
     def __call__(self, pid: Any) -> Storage:
-        is_storage = isinstance(pid, tuple) and len(pid) in (5, 6) and pid[0] == "storage"
-        require(is_storage, "is damaged: a storage in it has no description")
+        require(
+            isinstance(pid, tuple) and len(pid) in (5, 6) and pid[0] == "storage",
+            "is damaged: a storage in it has no description",
+        )
         _, kind, key, _, count = pid[:5]
-        if not isinstance(kind, Name) or kind.qualified not in STORAGES:
-            raise Refused("holds a tensor of a kind that is not read (quantised or sparse)")
-        if not isinstance(key, str) or not _KEY.fullmatch(key):
-            raise Refused("is damaged: a storage in it has a key that is no plain name")
+        require(
+            isinstance(kind, Name) and kind.qualified in STORAGES,
+            "holds a tensor of a kind that is not read (quantised or sparse)",
+        )
+        require(
+            isinstance(key, str) and _KEY.fullmatch(key), "is damaged: a storage in it has a key that is no plain name"
+        )
         require(type(count) is int and count >= 0, "is damaged: a storage in it has no size")
         view = pid[5] if len(pid) == 6 else None
         require(view is None, "has views of storages, as before torch 0.4; save it again with torch.save")
@@ -51,8 +56,9 @@ class _Storages:
             size, align = (count, 8) if dtype is None else (count * dtype.itemsize, dtype.itemsize)
             self.by_key[key] = Storage(self._make(key, size, align), dtype, count)
         storage = self.by_key[key]
-        same = (storage.dtype, storage.count) == (dtype, count)
-        require(same, f"is damaged: it gives storage {key} two sizes or types")
+        require(
+            (storage.dtype, storage.count) == (dtype, count), f"is damaged: it gives storage {key} two sizes or types"
+        )
         return storage
 
 
@@ -63,14 +69,17 @@ def read_zip(file: MappedFile) -> Contents:
     """A zip archive of torch.save: one pickle, and one uncompressed record per storage."""
     records = _list_records(file)
     pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
-    if len(pickles) != 1:
-        raise Refused("is a zip file, but not one of torch.save; unpack it and give what is inside")
+    require(len(pickles) == 1, "is a zip file, but not one of torch.save; unpack it and give what is inside")
     prefix = pickles[0].removesuffix("/data.pkl")
-    if any(name.startswith((f"{prefix}/code/", f"{prefix}/constants.pkl")) for name in records):
-        raise Refused("is a TorchScript archive; save its state_dict() with torch.save and use that")
+    require(
+        not any(name.startswith((f"{prefix}/code/", f"{prefix}/constants.pkl")) for name in records),
+        "is a TorchScript archive; save its state_dict() with torch.save and use that",
+    )
     order = records.get(f"{prefix}/byteorder")
-    if order and bytes(file.view[order[0] : sum(order)]) != b"little":
-        raise Refused("was written on a big-endian machine, which is not supported")
+    require(
+        order is None or bytes(file.view[order[0] : sum(order)]) == b"little",
+        "was written on a big-endian machine, which is not supported",
+    )
 
     def make_storage(key: str, size: int, align: int) -> torch.UntypedStorage:
         require(f"{prefix}/data/{key}" in records, f"is damaged: storage {key} is not in the archive")
@@ -97,8 +106,10 @@ def _list_records(file: MappedFile) -> dict[str, tuple[int, int]]:
     free = 0  # where the last record ended
     for entry in entries:
         name = entry.filename
-        if name.startswith("/") or "\\" in name or ".." in name.split("/"):
-            raise Refused("is refused, for its archive has names that lead out of it")
+        require(
+            not (name.startswith("/") or "\\" in name or ".." in name.split("/")),
+            "is refused, for its archive has names that lead out of it",
+        )
         require(name not in records, "is refused, for its archive has two records of one name")
         if entry.compress_type or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
             raise Refused(
@@ -150,18 +161,16 @@ def read_legacy(file: MappedFile) -> Contents:
         stubs |= machine.stubs
         position = machine.cursor.position
     _, version, system, root, keys = values
-    if version != 1001 or not isinstance(system, dict) or not system.get("little_endian"):
-        raise Refused("is a torch file of an unknown version, or from a big-endian machine")
-    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(storages.by_key):
-        raise Refused("is damaged: it lists other storages than its tensors use")
-    _fill(file, position, [storages.by_key[str(key)] for key in keys])
-    return Contents(container="torch-legacy", tree=plain_tree(root), stubs=tuple(sorted(stubs)))
-
-
-def _fill(file: MappedFile, position: int, storages: list[Storage]) -> None:
-    """Read the storages' bytes: each is its number of items, then the items."""
+    require(
+        version == 1001 and isinstance(system, dict) and system.get("little_endian"),
+        "is a torch file of an unknown version, or from a big-endian machine",
+    )
+    require(
+        isinstance(keys, list) and sorted(map(str, keys)) == sorted(storages.by_key),
+        "is damaged: it lists other storages than its tensors use",
+    )
     with file.path.open("rb") as stream:
-        for storage in storages:
+        for storage in (storages.by_key[str(key)] for key in keys):  # its number of items, then the items
             file.check(position, 8 + storage.data.nbytes())
             (count,) = struct.unpack_from("<q", file.view, position)
             require(count == storage.count, "is damaged: a storage in it has another size than its tensors say")
@@ -170,6 +179,7 @@ def _fill(file: MappedFile, position: int, storages: list[Storage]) -> None:
                 room = torch.empty(0, dtype=torch.uint8).set_(storage.data)
                 stream.readinto(room.numpy().data)
             position += 8 + storage.data.nbytes()
+    return Contents(container="torch-legacy", tree=plain_tree(root), stubs=tuple(sorted(stubs)))
 
 
 def read_pickle(file: MappedFile) -> Contents:
@@ -205,12 +215,8 @@ def plain_tree(root: Any) -> dict[str, Any]:
     """The top level as a dict of plain values; a complete nn.Module becomes its state dict."""
     settled = _module_tensors(_Settler().settle_all(root))
     if not isinstance(settled, dict):
-        kind = (
-            f"an object of the class {settled.name[:200]}"
-            if isinstance(settled, Stub)
-            else f"a {type(settled).__name__}"
-        )
-        raise Refused(f"holds {kind}, not a dict of tensors; save a state_dict and use that")
+        kind = f"the class {settled.name[:200]}" if isinstance(settled, Stub) else f"type {type(settled).__name__}"
+        raise Refused(f"holds an object of {kind}, not a dict of tensors; save a state_dict and use that")
     require(len(set(map(str, settled))) == len(settled), "is damaged: two of its keys have the same name")
     return {str(key): _module_tensors(value) for key, value in settled.items()}
 
@@ -255,8 +261,10 @@ class _Settler:
     def settle_all(self, root: Any) -> Any:
         """The tree, then the insides of every stub in it; these may refer to each other."""
         settled, weight = self._settle(root, 0)
-        if weight > max(_WIDEST, 8 * len(self._done)):
-            raise Refused("is refused, for its nested lists would unfold to millions of items")
+        require(
+            weight <= max(_WIDEST, 8 * len(self._done)),
+            "is refused, for its nested lists would unfold to millions of items",
+        )
         for stub in self._stubs:  # grows during the loop
             for part in ("args", "state", "elements", "entries"):
                 setattr(stub, part, self._settle(getattr(stub, part), 0)[0])

@@ -91,8 +91,7 @@ def table(data: bytes) -> dict[bytes, bytes]:
 def _block(data: bytes, offset: int, size: int, end: int) -> bytes:
     """A block's contents, if they are plain and as they were written."""
     require(offset + size + _TRAILER <= end, _DAMAGED)
-    compression = data[offset + size]
-    require(not compression, "has a compressed index, which TensorFlow does not write; save it again")
+    require(data[offset + size] == 0, "has a compressed index, which TensorFlow does not write; save it again")
     (expected,) = struct.unpack_from("<I", data, offset + size + 1)
     if masked_crc(data[offset : offset + size + 1]) != expected:
         raise Refused("is damaged: its index does not match its checksum; fetch it again")
@@ -110,8 +109,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         shared, position = varint(body, position)
         fresh, position = varint(body, position)
         count, position = varint(body, position)
-        fits = shared <= len(key) and fresh + count <= end - position and shared + fresh <= 4096
-        require(fits, _DAMAGED)
+        require(shared <= len(key) and fresh + count <= end - position and shared + fresh <= 4096, _DAMAGED)
         key = key[:shared] + body[position : position + fresh]
         position += fresh
         yield key, body[position : position + count]
