@@ -1,10 +1,8 @@
 """Cards: one YAML file of facts per checkpoint in `weights/`. No torch here."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
@@ -49,7 +47,7 @@ class Card(BaseModel):
     notes: str = ""
 
     @model_validator(mode="after")
-    def _one_way_to_fetch(self) -> Card:
+    def _one_way_to_fetch(self) -> Self:
         if self.urls and self.files:
             raise ValueError("either urls (one file) or files (several), not both")
         if self.urls and not self.file and not self.unpack:
@@ -68,14 +66,12 @@ SCRATCH = Card(name="none", method="none", arch=None, verified=True, notes="rand
 
 
 def list_cards() -> dict[str, Path]:
-    """Every card's name and file, sorted by name."""
     return {path.stem: path for path in sorted(shipped("weights").glob("*.yaml"))}
 
 
 @cache
-def _parse(path: Path, changed: int) -> Any:
-    """A card's YAML; `changed` is the file's time stamp, so that an edited card is read again."""
-    del changed
+def _parse(path: Path, _changed: int) -> Any:
+    """A card's YAML; `_changed` is the file's time stamp, so that an edited card is read again."""
     return load_yaml_file(path)
 
 
@@ -115,13 +111,11 @@ def folder_of(card: Card) -> Path:
 
 
 def shipped_file(card: Card) -> Path | None:
-    """The card's file, if it came with the install."""
     path = shipped("weights") / card.file if card.file else None
     return path if path is not None and path.is_file() else None
 
 
 def is_cached(card: Card) -> bool:
-    """Whether all files of the card are on this machine."""
     if shipped_file(card) is not None:
         return True
     names = [card.file] if card.unpack and card.file else [remote.name for remote in card.remote()]

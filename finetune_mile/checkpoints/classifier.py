@@ -1,13 +1,12 @@
 """A network with the classifier of its file: for `load_classifier`, for `eval`, and as a teacher."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.init import Init, parse_source
@@ -17,9 +16,6 @@ from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.pipeline import decode
 from finetune_mile.networks.heads import get_head
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 BATCH = 64  # images of one forward pass of `predict`
 Labels = list[tuple[str, float]]  # (class, probability), the most likely class first
@@ -109,32 +105,30 @@ def _read(image: str | Path | Image) -> Image | Tensor:
 
 def load_teacher(source: Init, *, classes: tuple[str, ...], seen: Preprocess) -> nn.Module:
     """The network behind --teacher, with its own head, ready for images in the convention `seen`."""
-    network, wanted, known = load_with_head(source, "--teacher")
+    network, own, known = load_with_head(source, "--teacher")
     size = get_head(network).out_features
     if size != len(classes):
         raise Problem(f"--teacher {source}: it knows {size} classes, the data has {len(classes)}")
     if known is not None and known != classes:
         raise Problem(f"--teacher {source}: its classes have other names or another order than the data's")
-    return network if (wanted.mean, wanted.std) == (seen.mean, seen.std) else Renormalised(network, seen, wanted)
+    return network if (own.mean, own.std) == (seen.mean, seen.std) else Renormalised(network, seen, own)
 
 
 class Renormalised(nn.Module):
-    """A network that is shown images in another network's normalisation."""
+    """A network that expects images in the convention `own` and is given images (B, 3, H, W) in that of `seen`."""
 
     scale: Tensor
     shift: Tensor
 
-    def __init__(self, network: nn.Module, seen: Preprocess, wanted: Preprocess) -> None:
-        """Wrap a network that takes images in the convention `wanted`; it will be given images in that of `seen`."""
+    def __init__(self, network: nn.Module, seen: Preprocess, own: Preprocess) -> None:
         super().__init__()
         self.network = network
         seen_mean, seen_std, mean, std = (
-            torch.tensor(v).view(3, 1, 1) for v in (seen.mean, seen.std, wanted.mean, wanted.std)
+            torch.tensor(v).view(3, 1, 1) for v in (seen.mean, seen.std, own.mean, own.std)
         )
         self.register_buffer("scale", seen_std / std)
         self.register_buffer("shift", (seen_mean - mean) / std)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, 3, H, W) to logits (B, C)."""
         logits: Tensor = self.network(images * self.scale + self.shift)
         return logits

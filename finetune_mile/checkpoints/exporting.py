@@ -1,7 +1,5 @@
 """Weights out: one writer for runs and for `weights convert`, and the form that timm loads."""
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path
@@ -24,15 +22,13 @@ _NEEDED = ("arch", "padding", "num_classes", *Preprocess.model_fields)
 
 
 def write_export(folder: Path, network: nn.Module, config: dict[str, Any]) -> None:
-    """Write `model.safetensors` (our names, head `fc`) and `config.json`, each in one stroke.
+    """Write `model.safetensors` (our names, head `fc`) and `config.json`, each atomically.
 
     Args:
-        folder: is made where it is not there.
+        folder: is made where it does not exist.
         network: with or without a head; its tensors are copied, contiguous, to the CPU.
-        config: arch, padding, num_classes (0: no head), mean, std, size, crop, interpolation, and
-        what else is
-            worth keeping. It also goes into the header of the weights, so that the file alone is
-            enough.
+        config: arch, padding, num_classes (0: no head), mean, std, size, crop, interpolation, and more. It also goes
+            into the header of the weights, so that the file alone is enough.
     """
     full = Preprocess().model_dump(mode="json", include={"antialias"}) | config
     missing = [key for key in _NEEDED if key not in full]
@@ -53,21 +49,26 @@ def write_timm(folder: Path, network: nn.Module, config: dict[str, Any]) -> None
     differ = set(state) ^ set(reference.state_dict())
     if differ:
         raise Problem(f"timm's {name} has other tensors than this network, first {min(differ)}")
-    how = {key: getattr(reference, "default_cfg", {}).get(key) for key in ("pool_size", "first_conv", "classifier")}
-    how |= {"input_size": [3, config["size"], config["size"]], "crop_pct": config["crop"], "tag": "finetune_mile"}
-    how |= {key: config[key] for key in ("mean", "std", "interpolation", "num_classes")}
+    defaults = getattr(reference, "default_cfg", {})
+    pretrained = {
+        **{key: defaults.get(key) for key in ("pool_size", "first_conv", "classifier")},
+        "input_size": [3, config["size"], config["size"]],
+        "crop_pct": config["crop"],
+        "tag": "finetune_mile",
+        **{key: config[key] for key in ("mean", "std", "interpolation", "num_classes")},
+    }
+    optional = {
+        "model_args": options,
+        "label_names": list(config.get("classes") or ()),
+        "activation": config.get("activation"),
+    }
     card = {
         "architecture": name,
         "num_classes": config["num_classes"],
         "num_features": reference.num_features,
-        "pretrained_cfg": {key: value for key, value in how.items() if value is not None},
+        "pretrained_cfg": {key: value for key, value in pretrained.items() if value is not None},
+        **{key: value for key, value in optional.items() if value},
     }
-    if options:
-        card["model_args"] = options
-    if config.get("classes"):
-        card["label_names"] = list(config["classes"])
-    if config.get("activation"):
-        card["activation"] = config["activation"]
     _write(folder, state, {"format": "pt"}, card)
 
 
@@ -78,8 +79,7 @@ def timm_name(network: nn.Module, config: dict[str, Any]) -> str:
         return split_timm(arch)[0]
     why = None
     if config["padding"] != "torch":
-        pads = config["padding"]
-        why = f"it needs {pads!r} padding, timm pads symmetrically and would give other features"
+        why = f"it needs {config['padding']!r} padding, timm pads symmetrically and would give other features"
     elif isinstance(network, ResNet) and not isinstance(network.proj, nn.Identity):
         why = "it keeps a projection layer"
     elif arch not in {f"resnet{d}{s}" for d in (18, 34, 50, 101, 152, 200) for s in ("", "-d")}:

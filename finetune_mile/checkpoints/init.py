@@ -1,7 +1,5 @@
 """What `--init` names, parsed once into a value; where it is on this machine, and its config. No torch here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,11 +8,10 @@ from typing import Any, Literal
 
 from finetune_mile.checkpoints.cards import Card, Missing, fetch_card, find_card, list_cards
 from finetune_mile.checkpoints.readers.contents import Refused
-from finetune_mile.checkpoints.readers.wire import message, raw, table, whole
+from finetune_mile.checkpoints.readers.wire import message, raw, shape, table
 from finetune_mile.core.problems import Problem
 
-HEADER = "finetune_mile"
-"""The key in a safetensors file's `__metadata__` that holds an export's config as JSON."""
+HEADER = "finetune_mile"  # the key in a safetensors file's `__metadata__` that holds an export's config as JSON
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.safetensors", "checkpoint.ckpt")
 _SUFFIXES = (".pth", ".pt", ".tar", ".ckpt", ".pkl", ".safetensors", ".torch")
 _LARGEST_INDEX = 16 * 2**20
@@ -151,9 +148,11 @@ def _from_hub(init: Init) -> Path:
 
 def read_config(place: Path) -> dict[str, Any]:
     """The config.json of a run folder or an export, or beside a file of weights; empty without one."""
-    folders = (place / "export", place) if place.is_dir() else (place.parent,)
-    path = next((folder / "config.json" for folder in folders if (folder / "config.json").is_file()), None)
-    return {} if path is None else _parse_config(path.read_bytes(), str(path)) or {}
+    for folder in (place / "export", place) if place.is_dir() else (place.parent,):
+        path = folder / "config.json"
+        if path.is_file():
+            return _parse_config(path.read_bytes(), str(path))
+    return {}
 
 
 def read_header(metadata: Mapping[str, str]) -> dict[str, Any] | None:
@@ -161,17 +160,17 @@ def read_header(metadata: Mapping[str, str]) -> dict[str, Any] | None:
     if HEADER not in metadata:
         return None
     config = _parse_config(metadata[HEADER], "the header of this finetune_mile export")
-    if config is None or "arch" not in config:
+    if "arch" not in config:
         raise Problem("the header of this finetune_mile export has no arch; export it again")
     return config
 
 
-def _parse_config(text: str | bytes, source: str) -> dict[str, Any] | None:
+def _parse_config(text: str | bytes, source: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Problem(f"{source} is not valid JSON: {error}") from error
-    return config if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else {}
 
 
 # ------------------------------------------------------------------------------------ its family
@@ -192,7 +191,7 @@ def family_of(init: Init) -> Family | None:
         arch = card.arch or ""
         return Family(method=card.method, large=arch.endswith("-sk") or "w" in arch)
     index = _index(init.path) if init.path else None
-    return None if index is None else _of_simclr(index)
+    return None if index is None else _family_of_simclr(index)
 
 
 def _index(path: Path) -> Path | None:
@@ -204,15 +203,14 @@ def _index(path: Path) -> Path | None:
     return named if named.is_file() else None
 
 
-def _of_simclr(index: Path) -> Family | None:
+def _family_of_simclr(index: Path) -> Family | None:
     if index.stat().st_size > _LARGEST_INDEX:
         return None
     try:
         entries = table(index.read_bytes())
         if _STEM not in entries:
             return None
-        sides = [raw(value) for number, value in message(raw(dict(message(entries[_STEM]))[2])) if number == 2]
-        stem = whole(dict(message(sides[-1])).get(1, 0))
+        stem = shape(raw(dict(message(entries[_STEM]))[2]))[-1]  # HWIO: the last side is the width
     except (Refused, OSError, KeyError, IndexError):  # loading says what is wrong with it
         return None
     convolutions = sum(k.startswith(b"base_model/conv2d") and k.endswith(b"/kernel") for k in entries)

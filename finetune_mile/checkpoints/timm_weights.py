@@ -1,11 +1,9 @@
 """timm's side: `timm:NAME`, files in timm's own names, and Hugging Face folders that timm wrote."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -13,35 +11,33 @@ from finetune_mile.checkpoints.adapters import Adapted
 from finetune_mile.checkpoints.adapters.adapter import Adapter, state_dict_of
 from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.detect import Detected
+from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.heads import build, split_timm
-
-if TYPE_CHECKING:
-    from finetune_mile.checkpoints.readers import Contents
 
 
 def open_timm(name: str, arch: str | None) -> tuple[nn.Module, Card]:
     """A pretrained timm model without its head, and the card that timm's own notes make."""
     import timm
 
-    if arch is not None and arch.removeprefix("timm:").split(".")[0] != name.split(".")[0]:
+    base = name.split(".")[0]
+    if arch is not None and arch.removeprefix("timm:").split(".")[0] != base:
         raise Problem(f"--init timm:{name} is a {name}, --arch says {arch}")
-    build(f"timm:{name.split('.')[0]}")  # an unknown name is answered with the nearest ones
+    build(f"timm:{base}")  # an unknown name is answered with the nearest ones
     try:
         network: nn.Module = timm.create_model(name, pretrained=True, num_classes=0)
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Problem(
-            f"--init timm:{name} could not be fetched ({first}); fetch its model.safetensors "
-            "elsewhere and "
-            f"use --init FILE --arch timm:{name.split('.')[0]}"
+            f"--init timm:{name} could not be fetched ({first}); fetch its model.safetensors elsewhere and "
+            f"use --init FILE --arch timm:{base}"
         ) from error
     config = getattr(network, "pretrained_cfg", {})
     card = Card(
         name=f"timm:{name}",
         method="timm",
-        arch=f"timm:{name.split('.')[0]}",
+        arch=f"timm:{base}",
         preprocess=_preprocess(config),
         licence=str(config.get("license") or "unknown"),
         source=str(config.get("hf_hub_id") or config.get("url") or ""),

@@ -1,4 +1,4 @@
-"""The classifier on top of a trunk: found, made anew, and told apart from the rest."""
+"""Networks by name, and the linear classifier on top of a backbone."""
 
 import math
 import re

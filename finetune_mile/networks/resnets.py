@@ -3,10 +3,7 @@
 B batch, C channels or classes, D features, H and W height and width.
 """
 
-from __future__ import annotations
-
 import re
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -46,8 +43,8 @@ class Arch:
     @property
     def num_features(self) -> int:
         """D, the size of the pooled features."""
-        out: int = self.width * 2 ** (len(self.layers) - 1)
-        return out * (4 if self.block == "bottleneck" else 1)
+        last: int = self.width * 2 ** (len(self.layers) - 1)
+        return last * (4 if self.block == "bottleneck" else 1)
 
 
 DEMO = Arch(block="basic", layers=(1, 1, 1, 1), width=16, stem="cifar")
@@ -67,7 +64,7 @@ _SUFFIX: dict[str, dict[str, object]] = {
 
 
 def parse_arch(name: str) -> Arch | None:
-    """The shape behind `resnet50`, `resnet50w2`, `resnet50-sk`, ...; None if it is no such name.
+    """Parse a name such as `resnet50`, `resnet50w2` or `resnet50-sk`; None if it is not one of ours.
 
     The parts after a dash: `sk` selective kernels, `d` ResNet-D, `cifar` a 3x3 stem without pooling
     (`cifar2`: with solo-learn's padding of 2), `proj` a projection in layer1.0 of a ResNet-18/34,
@@ -77,11 +74,11 @@ def parse_arch(name: str) -> Arch | None:
     if "-".join([base, *suffixes[:1]]) in NAMED:
         arch, suffixes = NAMED["-".join([base, suffixes[0]])], suffixes[1:]
     else:
-        found = re.fullmatch(r"resnet(\d+)(?:w(\d+))?", base)
-        if found is None or int(found[1]) not in DEPTHS:
+        match = re.fullmatch(r"resnet(\d+)(?:w(\d+))?", base)
+        if match is None or int(match[1]) not in DEPTHS:
             return None
-        block, layers = DEPTHS[int(found[1])]
-        arch = Arch(block=block, layers=layers, width=64 * int(found[2] or 1))
+        block, layers = DEPTHS[int(match[1])]
+        arch = Arch(block=block, layers=layers, width=64 * int(match[2] or 1))
     for suffix in suffixes:
         if suffix not in _SUFFIX:
             return None
@@ -119,7 +116,6 @@ class SameConv2d(nn.Conv2d):
     """A convolution with SAME padding, as in haiku; on even maps torch's differs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, C', H / stride, W / stride)."""
         return super().forward(pad_same(x, self.kernel_size[0], self.stride[0]))
 
 
@@ -127,7 +123,6 @@ class SameMaxPool2d(nn.MaxPool2d):
     """3x3 max-pooling, stride 2, SAME padding; zeros are right after a ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W), not negative, to (B, C, H / 2, W / 2)."""
         out: Tensor = super().forward(pad_same(x, 3, 2))
         return out
 
@@ -140,9 +135,7 @@ class TFShortcutPool(nn.Module):
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, C, H / stride, W / stride)."""
-        # A repeated last row and column gives the mean over the valid cells of a 2x2 window
-        # exactly.
+        # A repeated last row and column gives the mean over the valid cells of a 2x2 window exactly.
         padded = F.pad(x, (0, 1, 0, 1), mode="replicate" if self.stride == 1 else "constant")
         return F.avg_pool2d(padded, 2, self.stride)
 
@@ -173,7 +166,6 @@ class SelectiveKernel(nn.Module):
         self.up = nn.Conv2d(squeezed, 2 * channels, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, C, H / stride, W / stride)."""
         branches = torch.unflatten(F.relu(self.bn(self.conv(x))), 1, (2, -1))  # (B, 2, C, H, W)
         context = branches.sum(1).mean((2, 3), keepdim=True)
         mix = torch.unflatten(self.up(F.relu(self.down_bn(self.down(context)))), 1, (2, -1))
@@ -183,9 +175,9 @@ class SelectiveKernel(nn.Module):
 class Block(nn.Module):
     """A residual block, basic (two 3x3) or bottleneck (1x1, 3x3 with the stride, 1x1)."""
 
-    def __init__(self, arch: Arch, inputs: int, channels: int, stride: int, padding: Padding) -> None:
+    def __init__(self, arch: Arch, inputs: int, channels: int, stride: int, padding: Padding, *, first: bool) -> None:
         super().__init__()
-        outputs = channels * (4 if arch.block == "bottleneck" else 1)
+        self.outputs = outputs = channels * (4 if arch.block == "bottleneck" else 1)
         self.relu = nn.ReLU(inplace=True)
         if arch.block == "basic":
             self.conv1 = _conv(inputs, channels, 3, stride, padding)
@@ -203,6 +195,8 @@ class Block(nn.Module):
             self.conv3 = _conv(channels, outputs, 1, 1, padding)
             self.bn3 = _norm(arch, outputs)
         self.downsample: nn.Module | None = None
+        if first and (stride > 1 or inputs != outputs or arch.project_first):
+            self.downsample = _shortcut(arch, inputs, outputs, stride, padding)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, inputs, H, W) to (B, outputs, H / stride, W / stride)."""
@@ -256,9 +250,12 @@ class ResNet(nn.Module):
             self.maxpool = nn.Identity()
         inputs = arch.width
         for stage, depth in enumerate(arch.layers):
-            layer = self._stage(arch, inputs, stage, depth, padding)
-            self.add_module(f"layer{stage + 1}", layer)
-            inputs = arch.width * 2**stage * (4 if arch.block == "bottleneck" else 1)
+            blocks = []
+            for index in range(depth):
+                stride = 2 if stage > 0 and index == 0 else 1
+                blocks.append(Block(arch, inputs, arch.width * 2**stage, stride, padding, first=index == 0))
+                inputs = blocks[-1].outputs
+            self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.proj: nn.Module = nn.Identity()  # SimCLR-v2's first projection layer, if kept
         self.fc: nn.Module = nn.Identity() if num_classes is None else nn.Linear(inputs, num_classes)
@@ -273,35 +270,17 @@ class ResNet(nn.Module):
             return _conv(3, width, 7, 2, padding)
         if arch.stem == "deep":
             return nn.Sequential(
-                OrderedDict(
-                    [
-                        ("0", _conv(3, width // 2, 3, 2, padding)),
-                        ("1", _norm(arch, width // 2)),
-                        ("2", nn.ReLU(inplace=True)),
-                        ("3", _conv(width // 2, width // 2, 3, 1, padding)),
-                        ("4", _norm(arch, width // 2)),
-                        ("5", nn.ReLU(inplace=True)),
-                        ("6", _conv(width // 2, width, 3, 1, padding)),
-                    ]
-                )
+                _conv(3, width // 2, 3, 2, padding),
+                _norm(arch, width // 2),
+                nn.ReLU(inplace=True),
+                _conv(width // 2, width // 2, 3, 1, padding),
+                _norm(arch, width // 2),
+                nn.ReLU(inplace=True),
+                _conv(width // 2, width, 3, 1, padding),
             )
         if arch.stem == "small":
             return _conv(3, width, 3, 2, padding)
         return nn.Conv2d(3, width, 3, padding=2 if arch.stem == "cifar-pad2" else 1, bias=False)
-
-    @staticmethod
-    def _stage(arch: Arch, inputs: int, stage: int, depth: int, padding: Padding) -> nn.Sequential:
-        channels = arch.width * 2**stage
-        outputs = channels * (4 if arch.block == "bottleneck" else 1)
-        blocks = []
-        for index in range(depth):
-            stride = 2 if stage > 0 and index == 0 else 1
-            block = Block(arch, inputs, channels, stride, padding)
-            if index == 0 and (stride > 1 or inputs != outputs or arch.project_first):
-                block.downsample = _shortcut(arch, inputs, outputs, stride, padding)
-            blocks.append(block)
-            inputs = outputs
-        return nn.Sequential(*blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) to logits (B, C), or to features (B, D) where there is no head."""

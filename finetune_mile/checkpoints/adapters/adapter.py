@@ -17,7 +17,7 @@ from finetune_mile.networks.resnets import Padding, Stem
 
 Tensors = dict[str, Tensor]
 Rename = Callable[[str], str | None]
-Vocabulary = Callable[[str], str | None]  # a name in its language to ours, None for what is no tensor of a backbone
+Vocabulary = Rename  # a name in its language to ours, None for what is no tensor of a backbone
 
 IMAGENET = Preprocess()
 # SimCLR's convention: [0, 1] without mean and deviation, a crop, then a bicubic resize.
@@ -143,7 +143,6 @@ def in_parts(mapping: Mapping[str, Any], *parts: str) -> Tensors:
 
 
 def tops(tensors: Mapping[str, object]) -> set[str]:
-    """The first components of all names."""
     return {key.split(".", 1)[0] for key in tensors}
 
 
@@ -265,7 +264,6 @@ def separius(key: str) -> str | None:
 
 
 def separius_sk(key: str) -> str | None:
-    """The same port with selective kernels."""
     return _separius(key, _SEPARIUS_SK_STEM, _SEPARIUS_SK)
 
 

@@ -158,15 +158,12 @@ def _is_foreign_class(module: str, name: str) -> bool:
     top = module.partition(".")[0]
     parts = name.split(".")
     looks_like_class = parts[-1].lstrip("_")[:1].isupper()
-    if top in sys.stdlib_module_names or top in _ACTING:
-        return False
-    if any(part in sys.stdlib_module_names for part in parts):
+    if top in _ACTING or any(part in sys.stdlib_module_names for part in (top, *parts)):
         return False
     if top == "torch":
         return looks_like_class and f"{module}.".startswith(_TORCH_CLASSES)
     if top == "numpy":
         if module == "numpy":
             return name in _NUMPY_SCALARS
-        random_class = looks_like_class and module.startswith("numpy.random.")
-        return random_class or module == "numpy.random._pickle"
+        return module == "numpy.random._pickle" or (looks_like_class and module.startswith("numpy.random."))
     return looks_like_class or top not in _INSTALLED

@@ -53,7 +53,6 @@ class Cursor:
         return self._view[self.skip(1)]
 
     def number(self, form: str) -> Any:
-        """The next number, in a form of `struct`."""
         return struct.unpack_from(form, self._view, self.skip(struct.calcsize(form)))[0]
 
     def take(self, count: int) -> bytes:

@@ -26,7 +26,6 @@ _LARGEST_SIDE = 2**40
 
 
 def check_shape(shape: Any) -> tuple[int, ...]:
-    """A shape of sane length and sides."""
     require(
         isinstance(shape, tuple | list) and len(shape) <= 32, "is damaged: the shape of a tensor in it is not a shape"
     )
@@ -139,7 +138,6 @@ class Kind:
         self.order = ">" if state[1] == ">" else "<"
 
     def numbers(self) -> np.dtype[Any]:
-        """The dtype, if it is one of plain numbers."""
         if self.code == "bfloat16":
             return np.dtype("<u2")
         require(self.code in _NUMBERS, f"holds a numpy array of dtype {self.code[:20]!r}; only numbers are read")

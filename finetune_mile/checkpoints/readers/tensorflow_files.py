@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from finetune_mile.checkpoints.readers.contents import Contents, Refused, require
+from finetune_mile.checkpoints.readers.contents import Container, Contents, Refused, require
 from finetune_mile.checkpoints.readers.mapped import MappedFile
 from finetune_mile.checkpoints.readers.rebuild import check_shape
 from finetune_mile.checkpoints.readers.wire import TABLE_MAGIC, message, raw, shape, table, varint, whole
@@ -70,8 +70,7 @@ def read_directory(directory: Path) -> Contents:
     if (directory / "saved_model.pb").exists():
         index = directory / "variables" / "variables.index"
         require(index.exists(), "is a SavedModel without variables/variables.index; fetch all of it again")
-        tree, full_names = _read_bundle(index, directory)
-        return Contents(container="tf-savedmodel", tree=tree, full_names=full_names)
+        return _read_bundle(index, directory, "tf-savedmodel")
     return read_checkpoint(_choose_index(directory))
 
 
@@ -94,17 +93,20 @@ def _choose_index(directory: Path) -> Path:
 
 def read_checkpoint(index: Path) -> Contents:
     """A checkpoint of TF1 or TF2, from its index and the data files beside it."""
-    tree, full_names = _read_bundle(index, index.parent)
-    return Contents(container="tf-checkpoint", tree=tree, full_names=full_names)
+    return _read_bundle(index, index.parent, "tf-checkpoint")
 
 
-def _read_bundle(index: Path, home: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _read_bundle(index: Path, home: Path, container: Container) -> Contents:
     """Every variable of numbers, and the full names of the object graph."""
     require(index.suffix == ".index", "is a TensorFlow index under another name; call it *.index, as its data files")
     file = _open_inside(index, home)
     require(file.size <= _LARGEST_INDEX, f"has an index of {file.size} bytes, more than any checkpoint needs")
     entries = table(bytes(file.view))
-    shards = _open_shards(index, home, _count_shards(entries.pop(b"", None)))
+    count = _count_shards(entries.pop(b"", None))
+    paths = [index.with_suffix(f".data-{i:05}-of-{count:05}") for i in range(count)]
+    for path in paths:
+        require(path.exists(), f"needs {path.name} beside its index; fetch that too")
+    shards = [_open_inside(path, home) for path in paths]
     parsed = {key.decode("utf-8", "replace"): _parse_entry(value) for key, value in entries.items()}
     require(
         sum(entry.size for entry in parsed.values()) <= sum(shard.size for shard in shards),
@@ -120,7 +122,7 @@ def _read_bundle(index: Path, home: Path) -> tuple[dict[str, torch.Tensor], dict
             full_names = _full_names(_one_string(shard, entry))
         elif entry.dtype not in _NOT_NUMBERS:
             tree[key] = _tensor(key, shard, entry)
-    return tree, full_names
+    return Contents(container=container, tree=tree, full_names=full_names)
 
 
 def _open_inside(path: Path, home: Path) -> MappedFile:
@@ -141,14 +143,6 @@ def _count_shards(header: bytes | None) -> int:
     count = whole(fields.get(1, 0))
     require(1 <= count <= 1024, f"is damaged: its index speaks of {count} data files")
     return count
-
-
-def _open_shards(index: Path, home: Path, count: int) -> list[MappedFile]:
-    prefix = index.name.removesuffix(".index")
-    paths = [index.with_name(f"{prefix}.data-{i:05}-of-{count:05}") for i in range(count)]
-    for path in paths:
-        require(path.exists(), f"needs {path.name} beside its index; fetch that too")
-    return [_open_inside(path, home) for path in paths]
 
 
 def _parse_entry(data: bytes) -> _Entry:

@@ -54,7 +54,6 @@ def whole(value: int | bytes) -> int:
 
 
 def raw(value: int | bytes) -> bytes:
-    """A field that must be bytes."""
     if not isinstance(value, bytes):
         raise Refused(_DAMAGED)
     return value
