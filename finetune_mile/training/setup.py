@@ -208,9 +208,9 @@ def set_up(recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, si
     )  # fmt: skip
 
 
-def lay_out(recipe: Recipe) -> tuple[Data, Pools, Plan]:
-    """The data of a recipe, which of its images keep their label, and the phases: the same for `run` and `plan`."""
-    data = load_data(recipe.data)
+def lay_out(recipe: Recipe, data: Data | None = None) -> tuple[Data, Pools, Plan]:
+    """The data of a recipe (opened, unless given), which of its images keep their label, and the phases."""
+    data = data or load_data(recipe.data)
     if recipe.truth is not None:
         data = with_truth(data, recipe.truth)
     if "environments" in recipe.playing.needs and data.train.environment is None:

@@ -10,7 +10,7 @@ from finetune_mile.checkpoints.init import Init, locate, parse_init, parse_sourc
 from finetune_mile.cli import main
 from finetune_mile.config.resolve import choose_recipe
 from finetune_mile.core.problems import Problem
-from finetune_mile.pricing.scene import look_at_network
+from finetune_mile.training.pricing import find_network
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def test_a_folder_with_the_name_of_a_card(here):
 
 
 def test_plan_knows_what_run_knows():
-    assert look_at_network("simclrv2-r50-1x-sk1", None, None).arch == "resnet50-sk"
-    assert not look_at_network("not/here.pth", "resnet50", None).here
+    assert find_network("simclrv2-r50-1x-sk1", None, None).arch == "resnet50-sk"
+    assert not find_network("not/here.pth", "resnet50", None).here
     with pytest.raises(Missing, match=r"not/here\.pth"):
-        look_at_network("not/here.pth", None, None)
+        find_network("not/here.pth", None, None)
 
 
 def test_one_reader_of_configs(here, capsys):
@@ -92,13 +92,13 @@ def test_one_reader_of_configs(here, capsys):
     (export / "config.json").write_text('{"arch": "resnet18", "size": 24}')
     assert read_config(here / "run") == read_config(export) == {"arch": "resnet18", "size": 24}
     assert read_config(here / "run/x.pth") == {"arch": "of the folder"}
-    assert look_at_network("run", None, None).size == 24
+    assert find_network("run", None, None).size == 24
     (export / "config.json").write_text("[1]")
     assert read_config(export) == {}
     for damaged in (b"{", b"\xff", b"[" * 100_000):
         (export / "config.json").write_bytes(damaged)
         (export / "model.safetensors").write_bytes(b"x")
-        for read in (read_config, lambda place: look_at_network(str(place), None, None),
+        for read in (read_config, lambda place: find_network(str(place), None, None),
                      lambda place: finetune_mile.load(str(place))):  # fmt: skip
             with pytest.raises(Problem, match=r"export/config.json is not valid JSON"):
                 read(here / "run")

@@ -1,95 +1,104 @@
 """`finetune-mile plan`: counts that can be checked by hand, and plans for what is not on this machine."""
 
 import json
+from collections import Counter
 
 import pytest
+import yaml
 from tiny import write_tiny
 
 from finetune_mile.cli import main
+from finetune_mile.config.flags import given_settings, parse
 from finetune_mile.config.resolve import resolve
 from finetune_mile.core.problems import Problem
-from finetune_mile.pricing.estimate import count, warnings
-from finetune_mile.pricing.scene import Scene, look_at_data, look_at_network
+from finetune_mile.run import main as run
+from finetune_mile.training.pricing import count, find_network
 
-IMAGENET = Scene(
-    pools={"labelled": 12_811, "unlabelled": 1_268_356, "all": 1_281_167}, val=50_000, classes=1000, here=False,
-    in_memory=False,
-)  # fmt: skip
+SCHEDULE = {"steps": 1000, "k_t": 80, "k_s": 20, "rho": 0.25}
 
 
 def demo(*sets, **flags):
     return resolve({"recipe": "demo", **flags}, list(sets)).recipe
 
 
+def one_percent(*sets, **flags):
+    """The demo's recipe on 1 % of ImageNet, which is not here: 12,811 labelled images."""
+    return demo(*sets, data="imagenet:not/here", fraction=0.01, **flags)
+
+
 def test_counts_by_hand():
     """1,000 steps of 64 on 12,811 images; warm-up 400, then 6 generations of 80 + 20."""
-    recipe = demo("mile.warmup=400", "evaluate.images=500", steps=1000, k_t=80, k_s=20)
-    found = count(recipe, IMAGENET)
-    assert (found.generations, found.interaction_steps, found.imitation_steps) == (6, 880, 120)
-    assert found.teacher_images == 120 * 64
-    assert found.epochs == pytest.approx(1000 * 64 / 12_811)
-    assert found.evaluation_images == 13 * 500 + 7 * 1000 + 50_000 + 12_811
-    cycle = count(demo("mile.warmup=400", "mile.pseudo_labels=cycle", steps=1000, k_t=80, k_s=20, semi="all"), IMAGENET)
+    work = count(one_percent("mile.warmup=400", "evaluate.images=500", **SCHEDULE))
+    assert (work.generations, work.imitation_steps, work.plan.total_steps) == (6, 120, 1000)
+    assert work.teacher_images == 120 * 64
+    assert work.epochs == pytest.approx(1000 * 64 / 12_811)
+    assert work.evaluation_images == 13 * 500 + 7 * 1000 + 50_000 + 12_811
+    cycle = count(one_percent("mile.warmup=400", "mile.pseudo_labels=cycle", **SCHEDULE, semi="all"))
     assert cycle.teacher_images == 6 * 1_281_167
+    assert cycle.label_bytes == 1_281_167 * 125
 
 
 def test_supervised_learning_has_no_teacher():
-    found = count(demo(method="softmax"), IMAGENET)
-    assert (found.generations, found.imitation_steps, found.teacher_images) == (0, 0, 0)
+    work = count(one_percent(method="softmax"))
+    assert (work.generations, work.imitation_steps, work.teacher_images) == (0, 0, 0)
 
 
 def test_warnings_name_the_number():
-    recipe = demo("mile.warmup=0", steps=20_000, k_t=6205, k_s=7000, rho=0.002, fraction=0.01)
-    text = "\n".join(warnings(recipe, count(recipe, IMAGENET)))
+    text = "\n".join(count(one_percent("mile.warmup=0", steps=20_000, k_t=6205, k_s=7000, rho=0.002)).warnings)
     assert "k_t is 31 epochs of your labelled images" in text
     assert "k_s (7000) is larger than k_t (6205)" in text
     assert "the budget holds one generation" in text
     assert "rho 0.002 is near the prior 1/C = 0.001; and there is no warm-up" in text
-    quiet = demo("mile.warmup=100", steps=1000, k_t=80, k_s=20, rho=0.25, fraction=0.01)
-    assert warnings(quiet, count(quiet, IMAGENET)) == []
-    long = demo("mile.warmup=900", steps=1000, k_t=80, k_s=20, rho=0.25)
-    assert warnings(long, count(long, IMAGENET))[0] == "warm-up is most of the budget: 900 of 1,000 steps"
+    assert count(one_percent("mile.warmup=100", **SCHEDULE)).warnings == []
+    long = count(one_percent("mile.warmup=900", **SCHEDULE))
+    assert long.warnings[0] == "warm-up is most of the budget: 900 of 1,000 steps"
+    assert count(demo(data="demo:40", batch_size=64)).warnings[0] == "a batch of 64 is more than the 40 labelled images"
 
 
 def test_imagenet_and_its_lists_are_known_without_being_here():
-    recipe = demo(data="imagenet:not/here", fraction=0.1)
-    scene = look_at_data(recipe)
-    assert (scene.labelled, scene.pools["all"], scene.val, scene.here) == (128_116, 1_281_167, 50_000, False)
+    work = count(demo(data="imagenet:not/here", fraction=0.1))
+    assert (work.pools["labelled"], work.pools["all"], work.val, work.here) == (128_116, 1_281_167, 50_000, False)
+    held_out = count(demo("auto.calibration=0.05", data="imagenet:not/here", rho="auto"))
+    assert held_out.pools["labelled"] == round(1_281_167 * 0.95)
     with pytest.raises(Problem, match="a plan needs the data"):
-        look_at_data(demo(data="folder:not/here"))
+        count(demo(data="folder:not/here"))
 
 
-def test_d2_plan_counts_the_images_of_the_run_where_some_are_held_out(tmp_path):
-    """`plan` counted 12,000 labelled images and 938 steps, the run had 11,400 and 891."""
-    from finetune_mile.run import main as run
+RUNS = {
+    "rho auto": ["--rho", "auto"],
+    "held out": ["--set", "auto.held_out=always", "--set", "mile.pseudo_labels=cycle"],
+    "semi": ["--semi", "unlabelled", "--fraction", "0.3", "--set", "mile.pseudo_labels=cycle"],
+    "fraction": ["--method", "softmax", "--fraction", "0.5"],
+}
 
-    flags = ["--data", "demo:400", "--init", "none", "--arch", "resnet-demo", "--rho", "auto", "--epochs", "0.1"]
-    sizes = [
-        "--set",
-        "size=24",
-        "--set",
-        "evaluate.images=10",
-        "--set",
-        "evaluate.labels=false",
-        "--set",
-        "mile.warmup=0",
-    ]
-    steps = ["--k-t", "1", "--k-s", "1", "--batch-size", "8"]
-    assert run([*flags, *sizes, *steps, "--out", str(tmp_path / "run")]) == 0
+
+@pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
+def test_a_plan_counts_what_the_run_does(tmp_path, flags):
+    """`plan` counted 12,000 labelled images and 938 steps where the run had 11,400 and 891."""
+    given = ["--data", "demo:400", "--init", "none", "--arch", "resnet-demo", "--epochs", "0.3", "--batch-size", "8",
+             "--set", "mile.k_t=1", "--set", "mile.k_s=1", "--set", "size=24", "--set", "evaluate.images=10", "--set",
+             "evaluate.labels=false", "--set", "mile.warmup=0", "--set", "log_every=1", *flags]  # fmt: skip
+    assert run([*given, "--out", str(tmp_path / "run")]) == 0
+    options = parse(given)
+    work = count(resolve(given_settings(options), options.sets).recipe)
     split = json.loads((tmp_path / "run/split.json").read_text())
-    scene = look_at_data(demo(data="demo:400", rho="auto"))
-    assert (scene.pools["labelled"], scene.pools["unlabelled"]) == (split["labelled"], split["unlabelled"])
-    assert len(split["calibration"]) > 50
-    assert scene.pools["all"] == split["labelled"] + split["unlabelled"]
-    away = look_at_data(demo("auto.calibration=0.05", data="imagenet:not/here", rho="auto"))
-    assert away.labelled == round(1_281_167 * 0.95)
+    assert work.here
+    assert (work.pools["labelled"], work.pools["unlabelled"]) == (split["labelled"], split["unlabelled"])
+    assert work.pools["all"] == split["labelled"] + split["unlabelled"]
+    assert (len(split.get("calibration", [])) > 50) == ("auto" in " ".join(flags))
+    assert yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())["steps"] == work.plan.total_steps
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = Counter(record["phase"] for record in records if record["kind"] == "train")
+    assert steps["imitation"] == work.imitation_steps
+    assert steps.total() == work.plan.total_steps
+    assert sum(record["kind"] == "evaluation" for record in records) == len(work.plan.phases)
 
 
 def test_a_card_is_enough_to_know_the_network():
-    facts = look_at_network("simclrv2-sk1", None, None)
-    assert (facts.arch, facts.size) == ("resnet50-sk", 224)
+    network = find_network("simclrv2-sk1", None, None)
+    assert (network.arch, network.size) == ("resnet50-sk", 224)
     with pytest.raises(Problem, match="which network"):
-        look_at_network("none", None, None)
+        find_network("none", None, None)
 
 
 def test_plan_prints_every_line(capsys):

@@ -387,10 +387,8 @@ def missing_prices(states: Sequence[RunState], known: Mapping[str, str]) -> dict
     todo = [s for s in states if not s.job.hidden and s.job.key.cell not in {*done, *known}]
     if not todo:
         return {}
-    from finetune_mile.paper.table_prices import in_words, price_cells
-    from finetune_mile.training import processes
+    from finetune_mile.paper.table_plan import in_words, price_cells
 
-    processes.use_threads()
     with Console(stderr=True).status("timing a few steps, for the price of what was not run ..."):
         offers = price_cells([s for s in states if s.job.key.cell in {t.job.key.cell for t in todo}], others=states)
     return {cell: in_words(offer) for cell, offer in offers.items()}
