@@ -90,7 +90,7 @@ def _as_in(complete: Detected | None, part: Detected) -> Detected:
 
 
 def _part(contents: Contents, prefix: str, source: str) -> tuple[Contents, tuple[str, ...]]:
-    """What lies below a prefix, as a flat file of its own; and the paths of the rest."""
+    """The tensors below a prefix, as a flat file of its own; and the paths of the rest."""
     everything = dict(leaves(contents.tree))
     for start in (prefix, f"{prefix}/", f"{prefix}."):
         inside = {path[len(start) :]: t for path, t in everything.items() if path.startswith(start)}
@@ -98,7 +98,7 @@ def _part(contents: Contents, prefix: str, source: str) -> tuple[Contents, tuple
             rest = tuple(path for path in everything if not path.startswith(start))
             return replace(contents, tree=dict(inside), full_names={}, metadata={}), rest
     near = ", ".join(sorted(_trunks(everything)[1])) or ", ".join(map(str, contents.tree))
-    raise Problem(f"{source}: nothing lies below {prefix!r}; the file has: {near}")
+    raise Problem(f"{source}: no tensor is below {prefix!r}; the file has: {near}")
 
 
 # ------------------------------------------------------------------------- behind an unknown prefix
@@ -141,13 +141,13 @@ def _behind_prefix(contents: Contents, source: str) -> Detected:
     if not trunks:
         sample = ", ".join(sorted(paths)[:3])
         raise Problem(
-            f"{source}: no format we know, and no ResNet or vision transformer behind any prefix "
+            f"{source}: unknown format, and no ResNet or vision transformer behind any prefix "
             f"(its {len(paths)} tensors are called {sample}, ...); docs/checkpoints.md lists the "
             "formats"
         )
     if len(trunks) > 1:
         ways = " or ".join(f"--init '{source}::{prefix}'" for prefix in sorted(trunks))
-        raise Problem(f"{source} holds {len(trunks)} trunks; say which one is meant: {ways}")
+        raise Problem(f"{source} holds {len(trunks)} backbones; choose one: {ways}")
     (prefix,) = trunks
     return Detected(
         format=BEHIND_PREFIX,
@@ -338,7 +338,7 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: st
         return name_arch(arch)
     except LookupError as error:
         known = ", ".join(f"ResNet-{depth} {shape[1]}" for depth, shape in DEPTHS.items())
-        raise Problem(f"{source}: a ResNet of {error} is none that we know ({known}; width 64 times n)") from error
+        raise Problem(f"{source}: a ResNet of {error} is not supported ({known}; width 64 times n)") from error
 
 
 def _width(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -354,7 +354,7 @@ def _read_vit(shapes: Mapping[str, tuple[int, ...]], source: str) -> str:
     tokens = shapes.get("pos_embed", (1, 197, 0))[1] - 1
     side = round(tokens**0.5) * patch[-1]
     if size is None or side * side != tokens * patch[-1] ** 2:
-        raise Problem(f"{source}: a vision transformer with patches {patch} is none that we know; use --arch timm:NAME")
+        raise Problem(f"{source}: a vision transformer with patches {patch} is not known; use --arch timm:NAME")
     return f"timm:vit_{size}_patch{patch[-1]}_{side}"
 
 

@@ -105,7 +105,7 @@ def check_free(folder: Path) -> None:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else [folder.name]
     ours = {*parts, CONFIG} if parts[0] in names else set(parts)  # the config is put in place first
     if not folder.is_dir() or not set(names) <= ours:
-        raise Problem(f"{folder} is there already; give a folder that is new or empty")
+        raise Problem(f"{folder} already exists; give a folder that is new or empty")
 
 
 def _write(folder: Path, state: dict[str, Tensor], notes: dict[str, str], config: dict[str, Any]) -> None:

@@ -84,7 +84,7 @@ def parse_source(text: str | Init, flag: str) -> Init:
 def _split(text: str, flag: str) -> tuple[str, str | None]:
     where, mark, choice = text.partition("::")
     if mark and not choice:
-        raise Problem(f"{flag} {text}: nothing follows the '::'; name the prefix of the trunk, or leave both out")
+        raise Problem(f"{flag} {text}: nothing follows the '::'; add the prefix of the backbone, or remove the '::'")
     return where, choice or None
 
 
@@ -102,7 +102,7 @@ class Located:
     """A checkpoint on the disk."""
 
     path: Path  # what the reader opens: a file, or the folder of a TensorFlow checkpoint
-    name: str  # for a card that is made up on the way
+    name: str  # for the card of a file that has none
     card: Card | None = None
     config: dict[str, Any] = field(default_factory=dict)  # config.json beside it
 

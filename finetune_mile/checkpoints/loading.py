@@ -286,7 +286,7 @@ def _facts(config: Mapping[str, Any], located: Located) -> dict[str, Any]:
 
 
 def build_for(arch: str, padding: Padding, proj: Tensor | None) -> nn.Module:
-    """A backbone to be filled: ours has no storage yet (meta device), timm's is built as it is.
+    """A backbone to be filled: ours has no storage yet (meta device), timm's has random weights.
 
     Args:
         arch: the network's name.

@@ -53,10 +53,10 @@ def split_timm(arch: str) -> tuple[str, dict[str, int]]:
 
 
 def new_head(network: nn.Module, num_classes: int, bias: HeadBias, weight: HeadWeight = "normal") -> None:
-    """Put a fresh linear classifier on a trunk, in place.
+    """Put a new linear classifier on a backbone, in place.
 
     Args:
-        network: a trunk of `build`.
+        network: a backbone from `build`.
         num_classes: C.
         bias: `prior` starts every sigmoid at about 1 / C (bias -log C); `zero` starts it at one half.
         weight: `normal` draws it with a standard deviation of 0.01; `zero` makes all logits equal.

@@ -113,7 +113,7 @@ def test_two_trunks_are_an_error_that_names_both_and_the_way_out() -> None:
 
 def test_a_choice_that_is_not_there_lists_what_is() -> None:
     contents = nested(under("online.", demo()) | under("slow.", demo()), [])
-    with pytest.raises(Problem, match=r"nothing lies below 'fast'; the file has: online\., slow\."):
+    with pytest.raises(Problem, match=r"no tensor is below 'fast'; the file has: online\., slow\."):
         open_it(contents, "fast")
 
 
@@ -253,10 +253,10 @@ def test_what_is_beside_the_backbone_is_dropped(name: str) -> None:
     ("contents", "sentence"),
     [
         (torch_file(epoch=3), "no tensor"),
-        (flat(linear("a.b", 3, 4)), "no format we know"),
-        (flat({n: t for n, t in trunk("resnet50").items() if not n.startswith("layer3.5")}), "none that we know"),
+        (flat(linear("a.b", 3, 4)), "unknown format"),
+        (flat({n: t for n, t in trunk("resnet50").items() if not n.startswith("layer3.5")}), "is not supported"),
         (torch_file(type="shard_list", classy_state_dict={}), "shards"),
-        (Contents(container="tf-checkpoint", tree={"a/kernel": light("", (2, 2))}), "no format we know"),
+        (Contents(container="tf-checkpoint", tree={"a/kernel": light("", (2, 2))}), "unknown format"),
     ],
 )
 def test_what_is_no_trunk_is_refused(contents: Contents, sentence: str) -> None:

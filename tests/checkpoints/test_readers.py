@@ -262,8 +262,8 @@ NOT_ONE = {
     "packed.tar": (b"name".ljust(257, b"\0") + b"ustar\x0000".ljust(300, b"\0"), "tar xf"),
     "keras.h5": (b"\x89HDF\r\n\x1a\n", "HDF5"),
     "array.npy": (b"\x93NUMPY\x01\x00", "numpy array"),
-    "noise": (b"hello, world", "no checkpoint"),
-    "byte": (b"x", "no checkpoint"),
+    "noise": (b"hello, world", "not a known kind of checkpoint"),
+    "byte": (b"x", "not a known kind of checkpoint"),
     "empty.zip": (b"PK\x05\x06" + bytes(18), "empty zip"),
 }
 

@@ -112,7 +112,7 @@ def test_convert_out_and_in_again(file: Path, tmp_path: Path, capsys: pytest.Cap
         first, second = (finetune_mile.load(str(p))(images) for p in (file, out))
     assert torch.equal(first, second)
     assert main(["convert", str(file), str(out)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_convert_keeps_padding_and_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +237,7 @@ def test_convert_continues_after_a_kill_and_never_overwrites_a_complete_output(
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     capsys.readouterr()
     assert main(["convert", str(file), str(out)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/config.json").write_text("{}")
     assert main(["convert", str(file), str(tmp_path / "mine")]) == 2, "a file that no killed convert left"

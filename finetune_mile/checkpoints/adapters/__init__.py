@@ -43,7 +43,7 @@ class Adapted:
 
     tensors: Tensors
     sources: dict[str, str]  # our name: the file's own
-    dropped: tuple[str, ...]  # own names; of what lies outside the format, the whole path
+    dropped: tuple[str, ...]  # own names; of what is outside the format, the full path
 
 
 def adapt(contents: Contents, adapter: Adapter, *, source: str) -> Adapted:
@@ -65,7 +65,7 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str) -> Adapted:
             dropped.append(key)
             continue
         if name in tensors:
-            raise Problem(f"{source}: {sources[name]} and {key} are both {name}; which one is meant is unclear")
+            raise Problem(f"{source}: {sources[name]} and {key} are both {name}; remove one of them from the file")
         tensors[name], sources[name] = adapter.relayout(key, tensor), key
     if inside:
         raise Problem(
@@ -76,7 +76,7 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str) -> Adapted:
     if unknown:
         raise Problem(
             f"{source}: {len(unknown)} tensors do not belong to this format, first {unknown[0]} "
-            f"{tuple(own[unknown[0]].shape)}; name the trunk, as in --init FILE::PREFIX, to load it alone"
+            f"{tuple(own[unknown[0]].shape)}; name the backbone, as in --init FILE::PREFIX, to load it alone"
         )
     seen = {id(tensor) for tensor in own.values()}
     outside = [path for path, tensor in leaves(contents.tree) if id(tensor) not in seen]

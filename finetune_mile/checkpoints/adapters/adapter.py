@@ -117,7 +117,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def tensors_of(mapping: object) -> Tensors:
-    """The tensors that lie directly in a mapping, by name; empty for anything else."""
+    """The tensors directly in a mapping, by name; empty for anything else."""
     if not isinstance(mapping, Mapping):
         return {}
     return {k: v for k, v in mapping.items() if isinstance(k, str) and isinstance(v, Tensor)}

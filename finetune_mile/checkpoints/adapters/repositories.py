@@ -183,7 +183,7 @@ def _mappings(tree: Any) -> Iterator[Tensors]:
 
 
 def _mile_model(contents: Contents) -> Tensors:
-    """The state dict with `backbone.module.`, and perhaps `teacher.module.`, wherever it lies."""
+    """The state dict with `backbone.module.`, and perhaps `teacher.module.`, anywhere in the file."""
     for tensors in _mappings(contents.tree):
         if tops(tensors) <= {"backbone", "teacher"} and any(k.startswith("backbone.module.") for k in tensors):
             return tensors

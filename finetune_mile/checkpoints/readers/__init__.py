@@ -91,4 +91,4 @@ def _sniff(file: "MappedFile") -> Container:
         return "safetensors"
     if head[:1] == b"\x80" or (head[:1] in (b"(", b"c", b"}", b"]") and file.view[-1] == ord(".")):
         return "pickle"
-    raise Refused("is no checkpoint that is known: not of torch, safetensors, TensorFlow, nor a pickle")
+    raise Refused("is not a known kind of checkpoint (torch, safetensors, TensorFlow, pickle)")

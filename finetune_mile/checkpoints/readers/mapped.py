@@ -31,10 +31,10 @@ class MappedFile:
         self._storage = torch.from_numpy(self._bytes).untyped_storage()
 
     def check(self, start: int, count: int) -> None:
-        """Refuse a range that does not lie in the file."""
+        """Refuse a range that is not inside the file."""
         if start < 0 or count < 0 or start + count > self.size:
             raise Refused(
-                f"speaks of {count} bytes at {start}, but the file has {self.size}: it is cut short or damaged, "
+                f"needs {count} bytes at {start}, but the file has {self.size}: it is incomplete or damaged, "
                 "fetch it again"
             )
 
@@ -94,7 +94,7 @@ def _file_ranges() -> list[tuple[int, int]]:
     ranges = []
     for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
         where, rights, _, _, inode, *name = line.split(maxsplit=5)
-        # weights lie in data files: what is executable or belongs to a library is not ours
+        # weights are in data files: what is executable or belongs to a library is not ours
         if inode != "0" and rights == "rw-p" and name and ".so" not in name[0]:
             start, end = (int(part, 16) for part in where.split("-"))
             ranges.append((start, end))

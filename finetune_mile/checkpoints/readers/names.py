@@ -1,7 +1,7 @@
 """Which names a pickle may speak of: rebuilt by our own code, kept as an inert stub, or refused.
 
 Nothing is ever imported or looked up. What could act (the standard library, builtins, torch and
-numpy beyond a short list, functions of packages that are installed with us) refuses the whole file.
+numpy beyond a short list, functions of packages that are installed with us) refuses the file.
 """
 
 import sys
@@ -121,7 +121,7 @@ _NUMPY_SCALARS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A global that a pickle speaks of; never the thing itself."""
+    """The name of a global in a pickle; never the object itself."""
 
     qualified: str
 

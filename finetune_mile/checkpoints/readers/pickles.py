@@ -158,7 +158,7 @@ class Machine:
 
     Attributes:
         stubs: The foreign names met so far.
-        cursor: Stands behind the pickle once `run` is through.
+        cursor: After `run`, the position behind the pickle.
     """
 
     def __init__(
@@ -186,10 +186,10 @@ class Machine:
                 else:
                     raise Refused(_REFUSED.get(code, f"is damaged: no checkpoint has the opcode {code:#04x}"))
         except _NONSENSE as error:
-            raise Refused(f"is damaged: its pickle makes no sense ({type(error).__name__})") from error
+            raise Refused(f"is damaged: its pickle is not valid ({type(error).__name__})") from error
         raise Refused("holds millions of objects beside its tensors; save its state_dict alone and use that")
 
-    # The stack: what lies above the last mark is all that an opcode may touch.
+    # The stack: an opcode may touch only what is above the last mark.
 
     def _pop(self) -> Any:
         if self._marks and len(self._stack) <= self._marks[-1]:

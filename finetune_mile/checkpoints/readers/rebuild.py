@@ -1,7 +1,7 @@
 """The callables of honest checkpoints, each replaced by a harmless function of our own.
 
-`REBUILDERS`, at the end, is the whole list: a pickle can reach nothing else. Each takes the pickled arguments and the
-allowance, and gives plain data: tensors of torch and numpy, Python scalars, dicts and lists. `call` looks them up.
+`REBUILDERS`, at the end, is the complete list: a pickle can reach nothing else. Each takes the pickled arguments and
+the allowance, and gives plain data: tensors of torch and numpy, Python scalars, dicts and lists. `call` looks them up.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def check_shape(shape: Any) -> tuple[int, ...]:
     )
     require(
         all(type(side) is int and 0 <= side <= _LARGEST_SIDE for side in shape),
-        "is damaged: a tensor in it has a side below zero or beyond reason",
+        "is damaged: a tensor in it has a negative or impossibly large side",
     )
     return tuple(shape)
 
@@ -85,7 +85,7 @@ def _rebuild_tensor(args: Args, allowance: Allowance) -> torch.Tensor:
     last = offset + sum((side - 1) * step for side, step in zip(sides, steps, strict=True))
     if items and (last >= count or items > max(count, _SMALL)):
         raise Refused(
-            f"holds a tensor of shape {sides} over a storage of {count} numbers: it is damaged or lies about its sizes"
+            f"holds a tensor of shape {sides} over a storage of {count} numbers: it is damaged, its sizes do not agree"
         )
     if not items:
         return torch.empty(sides, dtype=dtype)
@@ -191,7 +191,7 @@ def _make_array(kind: Any, shape: Any, data: Any, *, fortran: bool, allowance: A
     raw = _as_bytes(data, allowance)
     require(
         prod(sides) * dtype.itemsize == raw.size,
-        f"holds an array of shape {sides} that has {raw.size} bytes: it is damaged or it lies",
+        f"holds an array of shape {sides} that has {raw.size} bytes: it is damaged, its sizes do not agree",
     )
     array = raw.view(dtype).astype(dtype.newbyteorder("="), copy=False)
     array = array.reshape(sides, order="F" if fortran else "C")
@@ -352,7 +352,7 @@ def call(target: Any, args: Any, allowance: Allowance) -> Any:
     return Stub(f"{target.name[:500]}()", args)
 
 
-# ---------------------------------------------------------------------------------------- the whole list
+# ------------------------------------------------------------------------------------- the complete list
 
 
 REBUILDERS: dict[str, Callable[[Args, Allowance], Any]] = {

@@ -45,7 +45,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where a variable lies: TensorFlow's BundleEntryProto."""
+    """Where a variable is stored: TensorFlow's BundleEntryProto."""
 
     dtype: int
     shape: tuple[int, ...]
@@ -115,7 +115,7 @@ def _read_bundle(index: Path, home: Path, container: Container) -> Contents:
     tree: dict[str, torch.Tensor] = {}
     full_names: dict[str, str] = {}
     for key, entry in parsed.items():
-        require(entry.shard < len(shards), f"is damaged: {key[:200]} lies in a data file that is not there")
+        require(entry.shard < len(shards), f"is damaged: {key[:200]} is in a data file that does not exist")
         shard = shards[entry.shard]
         shard.check(entry.offset, entry.size)
         if key == GRAPH_KEY and entry.dtype == _STRING:
@@ -126,7 +126,7 @@ def _read_bundle(index: Path, home: Path, container: Container) -> Contents:
 
 
 def _open_inside(path: Path, home: Path) -> MappedFile:
-    """Map a file that lies in `home`, where a link would lead as well."""
+    """Map a file in `home`; a link must not lead out of it."""
     require(
         path.resolve().is_relative_to(home.resolve()),
         f"is refused, for {path.name} is a link that leads out of the folder; copy the file",
@@ -141,7 +141,7 @@ def _count_shards(header: bytes | None) -> int:
     fields = dict(message(header))
     require(whole(fields.get(2, 0)) == 0, "was written on a big-endian machine, which is not supported")
     count = whole(fields.get(1, 0))
-    require(1 <= count <= 1024, f"is damaged: its index speaks of {count} data files")
+    require(1 <= count <= 1024, f"is damaged: its index names {count} data files")
     return count
 
 
@@ -149,7 +149,7 @@ def _parse_entry(data: bytes) -> _Entry:
     fields = dict(message(data))
     require(7 not in fields, "holds partitioned variables; save it again without a partitioner")
     dtype, shard, offset, size = (whole(fields.get(number, 0)) for number in (1, 3, 4, 5))
-    require(min(shard, offset, size) >= 0, "is damaged: a variable in its index lies before the beginning")
+    require(min(shard, offset, size) >= 0, "is damaged: a variable in its index has a negative position or size")
     return _Entry(dtype, check_shape(shape(raw(fields.get(2, b"")))), shard, offset, size)
 
 

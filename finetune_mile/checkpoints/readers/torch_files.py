@@ -29,7 +29,7 @@ MakeStorage = Callable[[str, int, int], torch.UntypedStorage]  # from its key, s
 
 
 class _Storages:
-    """The storages of a file, each made once, from the persistent ids of its pickle; the device is moot."""
+    """The storages of a file, each made once, from the persistent ids of its pickle; the device is ignored."""
 
     def __init__(self, make: MakeStorage) -> None:
         self._make = make
@@ -84,9 +84,7 @@ def read_zip(file: MappedFile) -> Contents:
     def make_storage(key: str, size: int, align: int) -> torch.UntypedStorage:
         require(f"{prefix}/data/{key}" in records, f"is damaged: storage {key} is not in the archive")
         start, count = records[f"{prefix}/data/{key}"]
-        require(
-            size <= count, f"says that storage {key} has {size} bytes, but it has {count}: it is damaged or it lies"
-        )
+        require(size <= count, f"is damaged: storage {key} should have {size} bytes, it has {count}")
         return file.storage(start, size, align)
 
     start, count = records[pickles[0]]
@@ -146,7 +144,7 @@ def read_legacy(file: MappedFile) -> Contents:
 
     def make_storage(_key: str, size: int, _align: int) -> torch.UntypedStorage:
         nonlocal left
-        require(size <= left, "says that its tensors are larger than the file: damaged or a lie")
+        require(size <= left, "is damaged: its tensors would be larger than the file")
         left -= size
         return torch.empty(size, dtype=torch.uint8).untyped_storage()
 
@@ -183,7 +181,7 @@ def read_legacy(file: MappedFile) -> Contents:
 
 
 def read_pickle(file: MappedFile) -> Contents:
-    """A pickle that stands alone: haiku's, detectron's, a dict of numpy arrays."""
+    """A plain pickle: haiku's, detectron's, a dict of numpy arrays."""
     machine = Machine(file, 0, file.size, allowance=Allowance(file.size))
     tree = plain_tree(machine.run())
     return Contents(container="pickle", tree=tree, stubs=tuple(sorted(machine.stubs)))

@@ -9,7 +9,7 @@ TABLE_MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
 
 _FOOTER = 48
 _TRAILER = 5  # compression, crc
-_DAMAGED = "is damaged: its index does not make sense; fetch it again"
+_DAMAGED = "is damaged: its index is not valid; fetch it again"
 
 
 def varint(data: bytes, position: int) -> tuple[int, int]:
