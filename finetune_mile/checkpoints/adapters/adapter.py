@@ -103,6 +103,16 @@ def renaming(
     return rename
 
 
+def having(unwrap: Callable[[Contents], Tensors], *names: str, says: str) -> Callable[[Contents], str | None]:
+    """A simple `recognise`: all these tensors, or first components of names, are there."""
+
+    def recognise(contents: Contents) -> str | None:
+        tensors = unwrap(contents)
+        return says if {*names} <= tensors.keys() | tops(tensors) else None
+
+    return recognise
+
+
 # ------------------------------------------------------------------------------------ state dicts
 
 

@@ -9,6 +9,7 @@ from finetune_mile.checkpoints.adapters.adapter import (
     Tensors,
     Vocabulary,
     detectron2,
+    having,
     renaming,
     separius,
     separius_sk,
@@ -53,11 +54,6 @@ def _is_torchvision(contents: Contents) -> str | None:
     return None
 
 
-def _is_vit(contents: Contents) -> str | None:
-    marks = {"cls_token", "patch_embed.proj.weight", "blocks.0.attn.qkv.weight"}
-    return "names of a vision transformer" if marks <= state_dict_of(contents).keys() else None
-
-
 TORCHVISION = Adapter(
     recognise=_is_torchvision,
     unwrap=state_dict_of,
@@ -68,7 +64,13 @@ TORCHVISION = Adapter(
     padding_known=False,
 )
 VIT = Adapter(
-    recognise=_is_vit,
+    recognise=having(
+        state_dict_of,
+        "cls_token",
+        "patch_embed.proj.weight",
+        "blocks.0.attn.qkv.weight",
+        says="names of a vision transformer",
+    ),
     unwrap=state_dict_of,
     rename=renaming(vit, classifier="head", dropped=("head",)),
     method="vit",
@@ -78,15 +80,6 @@ VIT = Adapter(
 # --------------------- MoCo v1 and v2 (`encoder_q`) and v3 (`base_encoder`), as their scripts save
 
 
-def _is_moco(contents: Contents) -> str | None:
-    return "names begin with encoder_q" if "encoder_q" in tops(state_dict_of(contents)) else None
-
-
-def _is_moco_v3(contents: Contents) -> str | None:
-    both = {"base_encoder", "momentum_encoder"} <= tops(state_dict_of(contents))
-    return "names begin with base_encoder and momentum_encoder" if both else None
-
-
 def _rename_moco(encoder: str, *dropped: str) -> Rename:
     # `fc` is the projection to the embedding (v1: one layer, v2 and v3: an MLP), never a classifier
     projections = (f"{encoder}.fc", f"{encoder}.head")
@@ -94,13 +87,15 @@ def _rename_moco(encoder: str, *dropped: str) -> Rename:
 
 
 MOCO = Adapter(
-    recognise=_is_moco,
+    recognise=having(state_dict_of, "encoder_q", says="names begin with encoder_q"),
     unwrap=state_dict_of,
     rename=_rename_moco("encoder_q", "encoder_k", "queue", "queue_ptr"),
     method="moco",
 )
 MOCO_V3 = Adapter(
-    recognise=_is_moco_v3,
+    recognise=having(
+        state_dict_of, "base_encoder", "momentum_encoder", says="names begin with base_encoder and momentum_encoder"
+    ),
     unwrap=state_dict_of,
     rename=_rename_moco("base_encoder", "momentum_encoder", "predictor"),
     method="mocov3",
@@ -108,14 +103,13 @@ MOCO_V3 = Adapter(
 )
 
 
-def _is_d2(contents: Contents) -> str | None:
-    model = tensors_of(contents.tree.get("model"))
-    return "detectron2's names, stem and res2" if "stem.conv1.weight" in model else None
+def _d2_model(contents: Contents) -> Tensors:
+    return tensors_of(contents.tree.get("model"))
 
 
 DETECTRON2 = Adapter(
-    recognise=_is_d2,
-    unwrap=lambda contents: tensors_of(contents.tree.get("model")),
+    recognise=having(_d2_model, "stem.conv1.weight", says="detectron2's names, stem and res2"),
+    unwrap=_d2_model,
     rename=renaming(detectron2, dropped=("fc", "stem.fc")),
     method="moco",
 )
@@ -144,9 +138,7 @@ def _paws_encoder(contents: Contents) -> Tensors:
 
 
 PAWS = Adapter(
-    recognise=lambda contents: (
-        "entry encoder in torchvision names" if "conv1.weight" in _paws_encoder(contents) else None
-    ),
+    recognise=having(_paws_encoder, "conv1.weight", says="entry encoder in torchvision names"),
     unwrap=_paws_encoder,
     rename=renaming(torchvision, classifier="fc", dropped=("fc", "pred")),
     method="paws",
