@@ -31,7 +31,7 @@ def scan_tar(path: Path, *, nested: bool = False) -> Scan:
         except OSError as error:
             raise Problem(f"{path}: cannot be read ({error.strerror})") from error
         with os.fdopen(descriptor, "rb", buffering=0) as stream:
-            members = sorted(_members(stream, path, 0, nested))
+            members = sorted(_members(stream, path, os.fstat(descriptor).st_size, nested))
         names, offsets, sizes = zip(*members, strict=True) if members else ((), (), ())
         numbers = {"offset": np.array(offsets, dtype=np.int64), "size": np.array(sizes, dtype=np.int64)}
         return Scan(names=Names.of(names), numbers=numbers)
@@ -39,25 +39,29 @@ def scan_tar(path: Path, *, nested: bool = False) -> Scan:
     return scan_file(path, "tar-of-tars" if nested else "tar", scan)
 
 
-def _members(stream: IO[bytes], path: Path, start: int, nested: bool) -> Iterator[tuple[str, int, int]]:
-    """Name, offset in `path` and size of every plain file of a tar at byte `start`; one that is cut off is refused."""
-    end = 0
+def _members(stream: IO[bytes], path: Path, limit: int, nested: bool) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and size of every plain file of the tar from the stream's position to `limit`.
+
+    Raises:
+        Problem: the tar is cut off or damaged.
+    """
+    end = stream.tell()
     try:
         with tarfile.open(fileobj=stream, mode="r:") as archive:
             for info in archive:
                 end = info.offset_data + -(-info.size // _BLOCK) * _BLOCK
-                name, offset = info.name.removeprefix("./"), start + info.offset_data
-                inner = archive.extractfile(info) if nested and info.isfile() else None
-                if inner is not None:
+                name = info.name.removeprefix("./")
+                if info.isfile() and nested:
                     folder, dot, ending = name.rpartition(".")
                     if not dot or ending != "tar":
                         raise Problem(f"{path}: {name} in it is not a tar of one class; is it the file as distributed?")
-                    for file, at, size in _members(inner, path, offset, False):
-                        yield f"{folder}/{file}", at, size
+                    stream.seek(info.offset_data)
+                    for file, offset, size in _members(stream, path, end, nested=False):
+                        yield f"{folder}/{file}", offset, size
                 elif info.isfile():
-                    yield name, offset, info.size
+                    yield name, info.offset_data, info.size
     except tarfile.TarError as error:
         raise Problem(f"{path}: the tar file is cut off or damaged ({error}); fetch it again") from error
     stream.seek(end)
-    if stream.read(_BLOCK) != bytes(_BLOCK):
+    if end + _BLOCK > limit or stream.read(_BLOCK) != bytes(_BLOCK):
         raise Problem(f"{path}: the tar file is cut off (its end mark is missing); fetch it again")
