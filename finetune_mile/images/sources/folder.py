@@ -39,12 +39,12 @@ def load(where: str) -> Data:
         unknown = sorted(set(labels[1]) - set(classes))
         if unknown:
             raise Problem(f"{flag}: {folders[1].name}/ has classes that train/ lacks: {', '.join(unknown[:5])}")
-    sets = (
+    sets = [
         to_set(scan.names, number(names, classes), Files(folder, scan.names))
         for folder, scan, names in zip(folders, scans, labels, strict=True)
-    )
+    ]
     data = make_data(root.resolve().name, classes, sets, flag)
-    return dataclasses.replace(data, unreadable=count_endings(name for scan in scans for name in scan.unread))
+    return dataclasses.replace(data, unreadable=count_endings([name for scan in scans for name in scan.unread]))
 
 
 def class_names(scan: Scan, flag: str, depth: str | None = None) -> list[str]:
