@@ -38,7 +38,7 @@ from finetune_mile.training.folder import KEPT_CHECKPOINTS
 from finetune_mile.training.plan import Plan, make_plan
 from finetune_mile.training.setup import PROBE_IMAGES, lay_out
 
-open_data = lru_cache(maxsize=2)(load_data)  # once for all cells of a table
+open_data = lru_cache(maxsize=8)(load_data)  # once for all cells of a table; its columns may be other data
 
 # Scheme of --data: training images, validation images, classes.
 PUBLISHED = {"imagenet": (1_281_167, 50_000, 1000), "webvision": (2_439_574, 50_000, 1000)}
