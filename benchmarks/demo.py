@@ -18,7 +18,7 @@ not a fresh test; the trials with more F1 lost up to four points of accuracy.
 
 
 def picture(folder: Path, path: Path) -> None:
-    """Eight validation grids, and what sigmoid and MILe (seed 0) find in each."""
+    """Eight validation grids, and the labels of sigmoid and MILe (seed 0) in each."""
     import numpy as np
     import torch
     from matplotlib.figure import Figure
@@ -31,12 +31,12 @@ def picture(folder: Path, path: Path) -> None:
     assert val.truth is not None
     picked = list(range(8))
     images = torch.stack([val.read(i) for i in picked])
-    found = {}
+    outputs = {}
     for method in ("sigmoid", "mile"):
-        network, how, _ = load_with_head(str(folder / f"{method}-0"), "--runs")
-        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (how.mean, how.std))
+        network, preprocess, _ = load_with_head(str(folder / f"{method}-0"), "--runs")
+        mean, std = (torch.tensor(v).view(3, 1, 1) for v in (preprocess.mean, preprocess.std))
         with torch.no_grad():
-            found[method] = network(normalise(images, mean, std)).sigmoid()
+            outputs[method] = network(normalise(images, mean, std)).sigmoid()
     figure = Figure(figsize=(11, 2.1), layout="constrained")
     for column, index in enumerate(picked):
         axis = figure.add_subplot(1, len(picked), column + 1)
@@ -46,7 +46,7 @@ def picture(folder: Path, path: Path) -> None:
         axis.set_xticks([])
         axis.set_yticks([])
         axis.set_title(f"given: {int(val.given[index])}", fontsize=10)
-        sets = [[d for d in range(10) if found[m][column, d] > 0.25] for m in ("sigmoid", "mile")]
+        sets = [[d for d in range(10) if outputs[m][column, d] > 0.25] for m in ("sigmoid", "mile")]
         wrong = [d for d in sets[1] if not val.truth[index, d]]
         text = f"sigmoid  {' '.join(map(str, sets[0])) or '-'}\nMILe  {' '.join(map(str, sets[1])) or '-'}"
         axis.set_xlabel(text + (f"\nnot there: {' '.join(map(str, wrong))}" if wrong else ""), fontsize=10)
@@ -54,7 +54,7 @@ def picture(folder: Path, path: Path) -> None:
 
 
 def main() -> None:
-    """Run what is missing, then write the page and the picture."""
+    """Run the missing runs, then write the page and the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/benchmark-demo")
     parser.add_argument("--jobs", type=int, default=2)

@@ -28,7 +28,7 @@ from finetune_mile.images.pipeline import Augmentation, Views, batches, default_
 from finetune_mile.images.sources import load_data
 from finetune_mile.networks.heads import build, new_head
 
-SIZE = (500, 375)  # what ImageNet's photos are like
+SIZE = (500, 375)  # about that of ImageNet's photos
 AUGMENTATION = Augmentation(crop="random-resized", scale=(0.08, 1.0), shift=0, flip=True)
 BATCH = 32
 
@@ -44,11 +44,11 @@ def synthesise(seed: int) -> Image.Image:
 
 def make_folder(root: Path, photos: Path | None, images: int) -> None:
     """`images` JPEGs of ImageNet's usual size in two classes, the same ones for both pipelines."""
-    found = [] if photos is None else sorted(p for p in photos.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
-    if photos is not None and not found:
+    paths = [] if photos is None else sorted(p for p in photos.rglob("*") if p.suffix.lower() in (".jpg", ".jpeg"))
+    if photos is not None and not paths:
         raise SystemExit(f"--photos {photos}: no .jpg below it")
     for i in range(images):
-        image = Image.open(found[i % len(found)]).convert("RGB").resize(SIZE) if found else synthesise(i)
+        image = Image.open(paths[i % len(paths)]).convert("RGB").resize(SIZE) if paths else synthesise(i)
         for part in ("train", "val"):
             path = root / part / f"class{i % 2}" / f"{i:04d}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)

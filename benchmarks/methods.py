@@ -2,7 +2,7 @@
 
     python benchmarks/methods.py --recipe cifar10/cifar10h --runs runs/cifar10h -- --data folder:DIR --truth ...
 
-What follows `--` goes to every run as it is. Runs that are there already are not run again.
+Arguments after `--` are passed to every run. Finished runs are not run again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def table(results: Results) -> str:
 
 
 def main() -> None:
-    """Run what is missing and print the table."""
+    """Run the missing runs and print the table."""
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -81,12 +81,12 @@ def main() -> None:
     )  # fmt: skip
     for activation in ("softmax", "sigmoid"):
         began = time.process_time()
-        found = measure(logits, given, truth, activation=activation, prediction_set="threshold", rho=0.1)
+        measured = measure(logits, given, truth, activation=activation, prediction_set="threshold", rho=0.1)
         middle = time.process_time()
-        intervals(found.samples)
-        intervals(found.by_class)
+        intervals(measured.samples)
+        intervals(measured.by_class)
         end = time.process_time()
-        count = len(found.results())
+        count = len(measured.results())
         print(f"all {count} measures, {activation:<8} {middle - began:7.3f} s, their intervals {end - middle:.3f} s")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,23 +50,20 @@ def intervals(values: Mapping[str, Tensor], *, draws: int = DRAWS, seed: int = 0
 
 def resampled_means(matrix: Floats, *, draws: int, seed: int) -> Floats:
     """Means (draws, M) of `draws` resamples of the rows of (N, M); NaN does not count."""
-    counts = ~np.isnan(matrix)
-    both = np.concatenate([np.where(counts, matrix, 0.0), counts], axis=1)
-    sums = np.concatenate([weights @ both for weights in _weights(len(matrix), draws, seed)])
-    totals, seen = np.split(sums, 2, axis=1)
-    means: Floats = np.divide(totals, seen, out=np.full_like(totals, np.nan), where=seen > 0)
-    return means
-
-
-def _weights(count: int, draws: int, seed: int) -> Iterator[Floats]:
-    """How often each of `count` units is in a resample: blocks (b, count) that add up to `draws` rows."""
+    count, known = len(matrix), ~np.isnan(matrix)
+    both = np.concatenate([np.where(known, matrix, 0.0), known], axis=1)
     generator = np.random.default_rng(seed)
     step = max(BLOCK // max(count, 1), 1)
+    sums = []
     for at in range(0, draws, step):
         rows = min(step, draws - at)
         drawn = generator.integers(0, count, (rows, count), dtype=np.int64)
         drawn += np.arange(0, rows * count, count)[:, None]
-        yield np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count).astype(np.float64)
+        weights = np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count)  # times that a unit is drawn
+        sums.append(weights.astype(np.float64) @ both)
+    totals, seen = np.split(np.concatenate(sums), 2, axis=1)
+    means: Floats = np.divide(totals, seen, out=np.full_like(totals, np.nan), where=seen > 0)
+    return means
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:

@@ -85,7 +85,7 @@ def measure(
     measured.samples["coverage@0.25"] = count_true(predicted).double()
     if truth is not None:
         _set_scores(measured, logits, probabilities, truth, prediction_set, rho, thresholds)
-        if main is not None:  # what a perfect classifier of the main object would have, and no more
+        if main is not None:  # the score of a perfect classifier of the main object
             alone = torch.nn.functional.one_hot(main, logits.shape[1]).bool()
             measured.facts["main_only_f1"] = 100 * float(sample_f1(alone, truth)[truth.any(1)].mean())
         scores = logits if activation == "sigmoid" else logits.log_softmax(1)
@@ -98,7 +98,7 @@ def _given_scores(measured: Measured, logits: Tensor, given: Tensor) -> None:
     counts = torch.bincount(given[labelled], minlength=num_classes)
     measured.table["given"] = counts
     known = int(labelled.sum())
-    if known:  # what guessing reaches, and what always answering the most frequent class does
+    if known:  # the scores of guessing, and of always answering the most frequent class
         measured.facts |= {"chance_accuracy": 100 / num_classes, "majority_accuracy": 100 * int(counts.max()) / known}
     if known < len(given):
         measured.facts["images_with_label"] = float(known)
@@ -213,7 +213,7 @@ def sample_f1(predicted: Tensor, truth: Tensor) -> Tensor:
 
 
 def f1_of_counts(predicted: Tensor, hits: Tensor, true: Tensor) -> Tensor:
-    """F1 from the sizes of the predicted set, of what it hits, and of the true set."""
+    """F1 from the sizes of the predicted set, of its hits, and of the true set."""
     return 2 * hits.double() / (predicted + true).clamp(min=1)
 
 
@@ -358,7 +358,7 @@ def class_precisions(scores: Tensor, targets: Sequence[tuple[Tensor, Tensor | No
 def constant_f1(truth: Tensor) -> tuple[float, Tensor]:
     """The best F1 that one constant set of classes reaches, and that set (C,) booleans.
 
-    Among sets of k classes the k commonest ones are tried for every k: what any score must be compared with.
+    Among sets of k classes the k commonest ones are tried for every k: the baseline for any score.
     """
     count, num_classes = truth.shape
     rows, columns = where_true(truth)

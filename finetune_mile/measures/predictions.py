@@ -81,7 +81,7 @@ def _gather(accelerator: Accelerator, parts: list[Tensor], total: int) -> Tensor
     seen = accelerator.gather(seen.unsqueeze(0))
     counted, num_classes = int(seen[:, 0].sum()), int(seen[:, 1].max())
     if counted != total:
-        raise RuntimeError(f"{counted} images were seen, there are {total}: this is a bug, please report it")
+        raise RuntimeError(f"{counted} images were evaluated, expected {total}: this is a bug, please report it")
     mine = torch.cat(parts) if parts else torch.zeros(0, num_classes, device=device)
     if world == 1:
         return mine.cpu()
@@ -106,7 +106,7 @@ class Predictions:
     truth: Tensor | None  # (N, C) booleans
     activation: Activation
     main: Tensor | None = None  # (N,) the class of the main object, where it is known
-    about: dict[str, Any] = field(default_factory=dict)  # model, data, and what else is worth keeping
+    about: dict[str, Any] = field(default_factory=dict)  # model, data and more
 
     def digest(self) -> str:
         """SHA-256 over ids, classes, activation and logits."""

@@ -34,7 +34,7 @@ EPILOG = """examples:
   finetune-mile table ssl --dry-run                        every cell: state, command, settings and their sources
   finetune-mile table mini-ssl --quick                     run the short form, write docs/tables/mini-ssl-quick
   finetune-mile table ssl --commands slurm > ssl.sh        the missing runs as SLURM arrays
-  finetune-mile table ssl --format html --format latex     the ledger that is there, as other files
+  finetune-mile table ssl --format html --format latex     the existing ledger, as other files
   finetune-mile table ssl --only fine-tuning/byol --launch "accelerate launch --num_processes 8"
 """
 
@@ -59,10 +59,10 @@ def build_parser() -> Parser:
     parser.add_argument("--launch", metavar="WORDS", help=f"start each run by itself with these (printed: {LAUNCH})")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                         help="a setting for every run, such as data=folder:photos")  # fmt: skip
-    parser.add_argument("--ledger-only", action="store_true", help="run nothing, write the ledger from what is there")
+    parser.add_argument("--ledger-only", action="store_true", help="run nothing, write the ledger of the existing runs")
     parser.add_argument("--format", action="append", choices=tuple(EXTRA), default=[],
-                        help="run nothing, write the ledger that is there in this format; may be repeated")  # fmt: skip
-    parser.add_argument("--no-prices", action="store_true", help="do not estimate what missing cells would cost here")
+                        help="run nothing, write the existing ledger in this format; may be repeated")  # fmt: skip
+    parser.add_argument("--no-prices", action="store_true", help="do not estimate the time of missing cells")
     return parser
 
 
@@ -180,7 +180,7 @@ def _statuses(states: Sequence[RunState]) -> str:
 
 
 def settings_and_sources(state: RunState) -> list[str]:
-    """Settings that flags gave, or whose source the recipe names: `key = value   who said it; where it is from`."""
+    """Settings that flags gave, or whose source the recipe names: `key = value   who set it; where it is from`."""
     resolved, meaning = state.meaning.resolved, state.meaning
     if resolved is None:
         return [f"{key} = {yaml_value(value)}" for key, value in meaning.tree.items()]

@@ -1,4 +1,4 @@
-"""What a table is, as data: recipes/tables/NAME.yaml, checked completely before any work. No torch here."""
+"""The description of a table, recipes/tables/NAME.yaml: all of it is checked before any work. No torch here."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Table(Section):
         return None
 
     def find_cell(self, reference: str, block: TableBlock, column: str) -> tuple[TableBlock, str, str] | None:
-        """Block, row and column of a reference; None: there is no such cell. Another block's only column is any."""
+        """Block, row and column of a reference; None: no such cell. Another block's only column stands for any."""
         place = self.find(reference, block)
         if place is None:
             return None
@@ -181,7 +181,7 @@ class Table(Section):
         return (other, row, column) if column in columns else None
 
     def find_need(self, reference: str, block: TableBlock) -> tuple[TableBlock, str, str | None] | None:
-        """Block, row and, if the reference names it, column of a `needs` entry. None: there is no such one."""
+        """Block, row and, if the reference names it, column of a `needs` entry. None: it does not exist."""
         place = self.find(reference, block)
         if place is not None:
             return (*place, None)

@@ -70,7 +70,7 @@ class Cell:
     seeds: int  # expected
     runs: Sequence[RunRecord]  # that are done
     others: Sequence[RunRecord]  # stale, stopped, failed
-    price: str  # what a run would take here, where none is done
+    price: str  # estimated time of a run, where none is done
     seconds: float | None  # mean of the runs
     commit: str  # of the runs, short
     recipe: str  # hash of the resolved recipe
@@ -93,7 +93,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedBar:
-    """A bar and what was measured."""
+    """A bar and its measured values."""
 
     bar: Bar
     measured: Spread
@@ -138,7 +138,7 @@ class Ledger:
 
 
 def noise(ours: Spread) -> float:
-    """How far a single other draw may lie from our mean by chance (95 %)."""
+    """Largest distance of one more run from our mean by chance (95 %)."""
     from scipy.stats import t
 
     assert ours.sd is not None

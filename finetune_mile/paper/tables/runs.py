@@ -1,4 +1,4 @@
-"""From a description to runs: settings, folders, commands, order, recipes; what state each is in. No torch here."""
+"""From a description to runs: settings, folders, commands, order, recipes, and the state of each. No torch here."""
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ def _status(
 
 
 def _changed_settings(job: Job, meaning: Meaning, runs: Path) -> list[str]:
-    """Settings in which the run in the folder is not what the table asks for now."""
+    """Settings in which the run in the folder differs from what the table asks for now."""
     was = flat(read_yaml(job.folder / "recipe.yaml"))
     now = {key: job.filled(value) for key, value in meaning.tree.items()} | {"seed": job.key.seed}
     now.pop("recipe", None)
@@ -398,7 +398,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One line of runs.jsonl: what a run folder says about its run."""
+    """One line of runs.jsonl."""
 
     block: str
     row: str

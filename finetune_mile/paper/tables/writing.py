@@ -374,7 +374,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _prices(folder: Path, recipes: Mapping[str, str]) -> dict[str, str]:
-    """Prices that were estimated before; not those of a cell whose recipe is another one now."""
+    """Prices that were estimated before, without those of cells whose recipe has changed."""
     path = folder / "prices.json"
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     of = kept.get("recipes", {})
@@ -382,13 +382,13 @@ def _prices(folder: Path, recipes: Mapping[str, str]) -> dict[str, str]:
 
 
 def missing_prices(states: Sequence[RunState], known: Mapping[str, str]) -> dict[str, str]:
-    """Estimate what cells that have no finished run would take here; needs torch."""
+    """Estimate the time of cells that have no finished run, on this machine; needs torch."""
     done = {s.job.key.cell for s in states if s.status == "done"}
     todo = [s for s in states if not s.job.hidden and s.job.key.cell not in {*done, *known}]
     if not todo:
         return {}
     from finetune_mile.paper.table_plan import in_words, price_cells
 
-    with Console(stderr=True).status("timing a few steps, for the price of what was not run ..."):
+    with Console(stderr=True).status("timing a few steps, to estimate the time of missing runs ..."):
         offers = price_cells([s for s in states if s.job.key.cell in {t.job.key.cell for t in todo}], others=states)
     return {cell: in_words(offer) for cell, offer in offers.items()}
