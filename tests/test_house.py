@@ -15,7 +15,7 @@ import pytest
 import yaml
 from recipe_schema import file_schema
 from shortcuts import ROOT
-from walk import walk_of_a_checkpoint
+from walk import walk_of_a_batch, walk_of_a_checkpoint
 
 from finetune_mile.checkpoints.cards import list_cards, read_card
 from finetune_mile.config.resolve import check, read_yaml, to_yaml
@@ -24,7 +24,8 @@ from finetune_mile.pretraining import recipe as pretraining
 PACKAGE = ROOT / "finetune_mile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PRETRAIN_RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
-MOST_STOPS = 12  # files that one checkpoint passes on its way to a network
+MOST_STOPS = 10  # files that one checkpoint passes on its way to a network
+BATCH_FILES, BATCH_LINES, BATCH_SWITCHES = 34, 6500, 205  # of one batch, command line to gradient; lower them
 OTHER_YAML = ("splits", "tables", "pretrain")
 RECIPES = sorted(p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent.name not in OTHER_YAML)
 NO_TORCH = (
@@ -136,6 +137,17 @@ def test_the_walk_of_a_checkpoint_is_short(tmp_path):
     stops = walk_of_a_checkpoint(tmp_path).stops
     assert {"__init__.py", "checkpoints/init.py", "checkpoints/readers/", "networks/resnets.py"} <= set(stops)
     assert len(stops) <= MOST_STOPS, stops
+
+
+def test_the_walk_of_a_batch_does_not_grow(tmp_path):
+    """`python -m tests.walk` prints it."""
+    walk = walk_of_a_batch(tmp_path)
+    assert {"run.py", "config/resolve.py", "images/pipeline.py", "methods/mile.py", "learning/loop.py"} <= set(
+        walk.stops
+    )
+    assert len(walk.files) <= BATCH_FILES, walk.files
+    assert sum(walk.lines(stop) for stop in walk.stops) <= BATCH_LINES
+    assert walk.switches <= BATCH_SWITCHES
 
 
 def test_every_recipe_is_valid_and_says_how_to_run_it():

@@ -127,7 +127,7 @@ class Recipe(Section):
     def _check_together(self) -> Recipe:
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give either steps or epochs (flags --steps, --epochs)")
-        method, needs = self.playing, self.playing.needs
+        method, needs = self.rules, self.rules.needs
         if method.Block is not None and getattr(self, method.block) is None and method.name == self.method:
             raise ValueError(f"method {self.method} needs a block {method.block}: in the recipe")
         with_file = " or ".join(name for name in METHODS if "teacher_file" in get_method(name).needs)
@@ -153,24 +153,24 @@ class Recipe(Section):
         return self
 
     @property
-    def playing(self) -> Method:
+    def rules(self) -> Method:
         """The method that is trained; `mile.rho: auto` is another name of `auto`."""
         mile = getattr(self, "mile", None)
         return get_method("auto" if self.method == "mile" and mile is not None and mile.rho == "auto" else self.method)
 
     @property
     def block(self) -> Any:
-        return self.playing.settings(self)
+        return self.rules.settings(self)
 
     @property
     def activation(self) -> Activation:
-        return self.playing.activation(self.block)
+        return self.rules.activation(self.block)
 
     @property
     def calibration(self) -> float:
         """The share of the labelled images that no phase trains on."""
         auto = getattr(self, "auto", None)
-        needed = auto is not None and ("held_out" in self.playing.needs or auto.held_out == "always")
+        needed = auto is not None and ("held_out" in self.rules.needs or auto.held_out == "always")
         return auto.calibration if auto is not None and needed else 0.0
 
     @property

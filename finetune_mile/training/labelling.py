@@ -70,7 +70,7 @@ def _label_block(setup: Setup, roles: Roles, phase: Phase, part: Indices, tick: 
     logits = setup.viewer.outputs(roles.teacher, setup.pools.images, part, tick)
     for some in logits.split(ROWS):  # in place, for the memory
         unread = some.isnan().all(1, keepdim=True)  # they have no labels, also where the rule would take the best one
-        some.copy_(setup.recipe.playing.targets(phase, some).masked_fill(unread, 0.0))
+        some.copy_(setup.recipe.rules.targets(phase, some).masked_fill(unread, 0.0))
     return encode(logits, soft=phase.soft)
 
 

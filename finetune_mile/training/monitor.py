@@ -230,7 +230,7 @@ class LabelMonitor(Monitor):
 
     def _inspect_labels(self, phase: Phase) -> LabelReport | None:
         """Describe the labels that the learner, as the next teacher, will give."""
-        method, num_classes = self.setup.recipe.playing, self.setup.num_classes
+        method, num_classes = self.setup.recipe.rules, self.setup.num_classes
         imitation = next((p for p in self.plan.phases if p.name == "imitation"), None)
         if "teacher" not in phase.becomes or imitation is None or not method.guarded:
             return None

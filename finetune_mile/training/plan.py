@@ -51,7 +51,7 @@ def make_plan(recipe: Recipe, *, labelled: int, pool_sizes: dict[Pool, int]) -> 
                 "or no unlabelled image; take a share nearer to 0.5 or a larger --batch-size"
             )
     budget = Budget(total_steps=total, steps_per_epoch=per_epoch, pool=pool)
-    phases = tuple(recipe.playing.phases(recipe.block, budget))
+    phases = tuple(recipe.rules.phases(recipe.block, budget))
     return Plan(total_steps=total, steps_per_epoch=per_epoch, pool=pool, phases=phases)
 
 

@@ -84,7 +84,7 @@ def count(recipe: Recipe) -> Work:
     probes = sum("teacher" in phase.becomes for phase in plan.phases) * min(PROBE_IMAGES, labelled)
     evaluated = evaluations * min(evaluate.images or val, val) + probes + val + (labelled if evaluate.labels else 0)
     generations = len({phase.generation for phase in imitations})
-    warnings = recipe.playing.warnings(recipe.block, plan, generations, classes)
+    warnings = recipe.rules.warnings(recipe.block, plan, generations, classes)
     if plan.steps_per_epoch < 1:
         warnings = [f"a batch of {recipe.batch_size} is more than the {labelled:,} labelled images", *warnings]
     return Work(

@@ -213,7 +213,7 @@ def lay_out(recipe: Recipe, data: Data | None = None) -> tuple[Data, Pools, Plan
     data = data or load_data(recipe.data)
     if recipe.truth is not None:
         data = with_truth(data, recipe.truth)
-    if "environments" in recipe.playing.needs and data.train.environment is None:
+    if "environments" in recipe.rules.needs and data.train.environment is None:
         raise Problem(f"--method {recipe.method} needs images from several environments, such as colored-mnist:DIR; "
                       f"--data {recipe.data} has none")  # fmt: skip
     pools = labelled_pools(

@@ -69,7 +69,7 @@ def make_loop(setup: Setup, folder: RunFolder, display: Display) -> Loop:
     network.to(accelerator.device)
     roles = Roles(network, setup.plan.phases, None if setup.teacher is None else setup.teacher.to(accelerator.device))
     images = setup.pools.images
-    state = recipe.playing.State(
+    state = recipe.rules.State(
         RunView(roles=roles, num_classes=setup.num_classes, given=images.given, held_out=setup.calibrate)
     )
     groups = parameter_groups(network, lr=settings.lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay)
@@ -80,7 +80,7 @@ def make_loop(setup: Setup, folder: RunFolder, display: Display) -> Loop:
     if recipe.class_weights == "balanced":
         weights = balanced_weights(images.given, setup.num_classes).to(accelerator.device)
     objective = LabelObjective(
-        accelerator=accelerator, network=wrapped, roles=roles, method=recipe.playing, state=state,
+        accelerator=accelerator, network=wrapped, roles=roles, method=recipe.rules, state=state,
         num_classes=setup.num_classes, total_steps=setup.plan.total_steps, class_weights=weights,
         environment=images.environment, prepare=setup.viewer.prepare,
         label_pool=pool_labeller(setup, roles, folder.path, display.labels) if recipe.labels_once_per_cycle else None,
@@ -100,6 +100,6 @@ def alarm(setup: Setup) -> LossAlarm:
         counts = (given > 0).sum(1).double()
         labels = float(counts[given[:, 0] >= 0].mean())
     return LossAlarm(
-        untrained_loss=recipe.playing.untrained_loss, num_classes=setup.num_classes, given_labels=labels,
+        untrained_loss=recipe.rules.untrained_loss, num_classes=setup.num_classes, given_labels=labels,
         head_bias=recipe.head_bias, advice=lower_rates(recipe.optimizer.lr, recipe.optimizer.head_lr),
     )  # fmt: skip
