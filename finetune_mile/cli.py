@@ -11,6 +11,8 @@ from finetune_mile.core.problems import Problem, did_you_mean, tell
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("finetune_mile.run", "train: the same as finetune_mile/run.py"),
     "pretrain": ("finetune_mile.verbs.pretrain", "pre-train without labels: SimCLR, MoCo-v2, BYOL or SwAV"),
+    "embed": ("finetune_mile.verbs.embed", "compute the features of a checkpoint once, for probes and runs"),
+    "probe": ("finetune_mile.verbs.probe", "which checkpoint suits these images: k-NN and linear probes of each"),
     "table": ("finetune_mile.paper.table", "a table of runs: what is done, run the rest, write the ledger"),
     "plan": ("finetune_mile.verbs.plan", "time a few steps here, say what a recipe or a table would take"),
     "weights": ("finetune_mile.verbs.weights", "checkpoints: ls, show, check, convert"),

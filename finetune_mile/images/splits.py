@@ -107,6 +107,13 @@ def one_label_each(given: Tensor) -> Tensor:
     return given if given.ndim == 1 else given.argmax(1).masked_fill(~(given > 0).any(1), -1)
 
 
+def label_names(given: Tensor, classes: Sequence[str]) -> list[list[str]]:
+    """The class names of each image's given labels, (N,) or (N, C)."""
+    if given.ndim == 1:
+        return [[classes[label]] if label >= 0 else [] for label in given.tolist()]
+    return [[classes[c] for c in row.nonzero().flatten().tolist()] for row in given > 0]
+
+
 # ------------------------------------------------------------------------------------ pools
 
 

@@ -1,4 +1,4 @@
-"""A linear classifier on fixed features: standardised, L2-regularised, its strength chosen by cross-validation.
+"""Classifiers on fixed features: nearest neighbours, and a linear one whose L2 strength is chosen by cross-validation.
 
 n images, D features, C classes. Only the few numbers of the features matter, not their scale: they are standardised and
 divided by one number, so that the mean squared length of a row is 1.
@@ -14,13 +14,15 @@ import numpy.typing as npt
 import scipy.optimize
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import normalize, softplus
 
 Activation = Literal["softmax", "sigmoid"]
 STRENGTHS = tuple(10.0 ** (-half / 2) for half in range(14))  # from strong to weak: 1 to 10^-6.5
 FOLDS, FEW = 5, 1000  # below so many images every fold is held out once; above, one of them is enough
 PATIENCE = 2  # strengths in a row that are worse than the best before the search ends
 ITERATIONS, SEARCH_ITERATIONS = 200, 40
+NEIGHBOURS, HEAT = 20, 0.07  # DINO's k and temperature
+QUERIES = 1024  # images that are compared with the bank at once
 LEAST_SPREAD = 1e-6  # of a feature, relative to the largest: what is constant carries nothing
 
 
@@ -71,6 +73,32 @@ def fit_probe(features: Tensor, targets: Tensor, activation: Activation, *, seed
         mean=mean, scale=scale, weight=weight.contiguous(), bias=solution[:, -1].clone(), strength=strength,
         held_out_loss=loss,
     )  # fmt: skip
+
+
+def neighbours(
+    queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, *, k: int = NEIGHBOURS, temperature: float = HEAT
+) -> Tensor:
+    """The class (n,) that the k nearest images vote for, each by exp(cosine / temperature), as in DINO.
+
+    Args:
+        queries: (n, D) features.
+        bank: (m, D) features of labelled images.
+        labels: (m,) their classes.
+        num_classes: C.
+        k: how many vote, at most m.
+        temperature: of the votes.
+    """
+    from lightly.utils.benchmarking import knn_predict
+
+    bank = normalize(bank.float(), dim=1).T.contiguous()
+    votes = [
+        knn_predict(
+            normalize(some.float(), dim=1), bank, labels, num_classes=num_classes, knn_k=min(k, len(labels)),
+            knn_t=temperature,
+        )[:, 0]
+        for some in queries.split(QUERIES)
+    ]  # fmt: skip
+    return torch.cat(votes)
 
 
 def _choose(z: Tensor, y: Tensor, activation: Activation, seed: int) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,6 +29,15 @@ def tensors_of(network: nn.Module) -> Weights:
 def snapshot(network: nn.Module) -> Weights:
     """A copy of a network's tensors that does not follow it."""
     return {name: tensor.clone() for name, tensor in tensors_of(network).items()}
+
+
+def weights_hash(network: nn.Module, more: str = "") -> str:
+    """SHA-256 over `more` and over the names and bytes of a network's tensors."""
+    digest = hashlib.sha256(more.encode())
+    for name, tensor in network.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 class Average:

@@ -36,6 +36,11 @@ def render(template: str, **values: object) -> str:
     return pages.get_template(template).render(values)
 
 
+def write_page(path: Path, template: str, **values: object) -> None:
+    with whole_file(path) as part:
+        part.write_text(render(template, **values), encoding="utf-8")
+
+
 def data_url(png: bytes) -> str:
     """A PNG as the source of an HTML image."""
     return "data:image/png;base64," + base64.b64encode(png).decode()
@@ -52,7 +57,8 @@ def write_report(
     unread += [say_unreadable(setup.data.unreadable)] if setup.data.unreadable else []
     records = folder.metrics()
     plots = {"loss": loss_plot(records), "generations": generation_plot(records), "gate": gate_plot(records)}
-    html = render(
+    write_page(
+        folder.path / "report.html",
         "report.html",
         title=folder.path.name,
         warning=warning,
@@ -67,8 +73,6 @@ def write_report(
         settings=to_yaml(setup.recipe),
         info=folder.info,
     )
-    with whole_file(folder.path / "report.html") as part:
-        part.write_text(html, encoding="utf-8")
 
 
 def plot_figure(columns: int, title: str) -> tuple[Figure, list[Any]]:
@@ -196,7 +200,8 @@ def write_pretrain_report(setup: PretrainSetup, folder: RunFolder, results: dict
     axis.plot([r["step"] for r in lines], [r["loss"] for r in lines], "-", lw=1, color=INK)
     with whole_file(folder.path / "views.png") as part:
         part.write_bytes(png_of(views_picture(setup)))
-    html = render(
+    write_page(
+        folder.path / "report.html",
         "pretrain.html",
         title=folder.path.name,
         recipe=setup.recipe,
@@ -204,8 +209,6 @@ def write_pretrain_report(setup: PretrainSetup, folder: RunFolder, results: dict
         loss=embed(plot),
         settings=to_yaml(setup.recipe),
     )
-    with whole_file(folder.path / "report.html") as part:
-        part.write_text(html, encoding="utf-8")
 
 
 def views_picture(setup: PretrainSetup) -> Tensor:

@@ -12,10 +12,8 @@ from typing import cast
 import numpy as np
 import torch
 from accelerate import Accelerator
-from lightly.utils.benchmarking import knn_predict
 from rich.console import Console
 from torch import Tensor, nn
-from torch.nn.functional import normalize as unit
 
 from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file, write_json
@@ -29,6 +27,7 @@ from finetune_mile.images.splits import one_label_each
 from finetune_mile.learning.loop import Loop, StepRecord
 from finetune_mile.learning.optim import decay_groups, make_optimizer, rate_at
 from finetune_mile.learning.phases import MethodState, Phase
+from finetune_mile.learning.probe import neighbours
 from finetune_mile.learning.roles import Roles
 from finetune_mile.measures.guards import lower_rates
 from finetune_mile.measures.predictions import pick_probe
@@ -137,14 +136,13 @@ class Setup:
         queries, labels = self._features(data.val, settings.queries)
         if not len(bank) or not len(queries):
             return None
-        votes = knn_predict(
-            queries, bank.T, bank_labels, num_classes=len(data.classes), knn_k=min(settings.k, len(bank)),
-            knn_t=settings.temperature,
-        )  # fmt: skip
-        return round(100 * float((votes[:, 0] == labels).float().mean()), 3)
+        votes = neighbours(
+            queries, bank, bank_labels, len(data.classes), k=settings.k, temperature=settings.temperature
+        )
+        return round(100 * float((votes == labels).float().mean()), 3)
 
     def _features(self, images: ImageSet, limit: int) -> tuple[Tensor, Tensor]:
-        """Unit features (n, D) and labels (n,) of up to `limit` labelled images that can be read."""
+        """Features (n, D) and labels (n,) of up to `limit` labelled images that can be read."""
         labels = one_label_each(images.given)
         labelled = (labels >= 0).nonzero().flatten()
         if not len(labelled):
@@ -152,7 +150,7 @@ class Setup:
         picked = labelled[pick_probe(len(labelled), limit)]
         features = self.viewer.outputs(self.trunk, images, picked.numpy())
         good = ~features.isnan().all(1)
-        return unit(features[good], dim=1), labels[picked][good]
+        return features[good], labels[picked][good]
 
 
 @dataclass(slots=True, kw_only=True)

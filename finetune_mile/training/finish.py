@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.images.index import say_skipped
+from finetune_mile.images.splits import label_names
 from finetune_mile.measures.guards import learned_nothing, lower_rates
 from finetune_mile.pages.report import gallery_images, model_card, write_report
 from finetune_mile.training.display import closing_table
@@ -90,16 +91,10 @@ def write_labels(
     with whole_file(path) as part, pq.ParquetWriter(part, schema) as writer:
         for at in range(0, len(ids), LABEL_BATCH):
             rows = slice(at, at + LABEL_BATCH)
-            columns: list[Any] = [ids[rows], _names(given[rows], classes), [], []]
+            columns: list[Any] = [ids[rows], label_names(given[rows], classes), [], []]
             for row in probabilities[rows]:
                 order = row.argsort(descending=True)
                 kept = order[row[order] > threshold].tolist()
                 columns[2].append([classes[c] for c in kept])
                 columns[3].append([float(row[c]) for c in kept])
             writer.write_table(pa.table(columns, schema=schema))
-
-
-def _names(given: Tensor, classes: tuple[str, ...]) -> list[list[str]]:
-    if given.ndim == 1:
-        return [[classes[label]] if label >= 0 else [] for label in given.tolist()]
-    return [[classes[c] for c in row.nonzero().flatten().tolist()] for row in given > 0]

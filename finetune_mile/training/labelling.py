@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from finetune_mile.core.files import whole_file
 from finetune_mile.images.order import Indices
 from finetune_mile.learning.phases import Phase
-from finetune_mile.learning.roles import Roles
+from finetune_mile.learning.roles import Roles, weights_hash
 from finetune_mile.learning.stores import Block, LabelStore, encode
 from finetune_mile.training.folder import remove_written
 from finetune_mile.training.setup import Setup
@@ -94,11 +94,7 @@ def _mark(setup: Setup, roles: Roles, phase: Phase) -> str:
         setup.recipe.precision,
         setup.viewer.preprocess.model_dump_json(),
     )
-    digest = hashlib.sha256(repr(what).encode())
-    for name, tensor in roles.teacher.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
+    return weights_hash(roles.teacher, repr(what))
 
 
 def _read(path: Path, mark: str) -> Block:

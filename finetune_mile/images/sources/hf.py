@@ -30,6 +30,7 @@ class Rows:
 
         undecoded = table.select_columns([column]).cast_column(column, datasets.Image(decode=False))
         self.rows = undecoded.with_format("arrow")
+        self.files = [file["filename"] for file in table.cache_files]  # where the table is on disk
 
     def __call__(self, index: int) -> bytes:
         """The file's content, from the table or from the path that the table has instead."""
@@ -40,6 +41,14 @@ class Rows:
             return read_regular(cell["path"], LARGEST_IMAGE)
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise BadImage(f"row {index}: neither bytes nor a readable file ({error})") from error
+
+    def path(self, index: int) -> str | None:
+        """The file of an image that is not in the table itself."""
+        cell = self.rows[index].column(0)[0]
+        if not cell.is_valid or cell["bytes"].is_valid:
+            return None
+        path: str | None = cell["path"].as_py()
+        return path
 
 
 def load(where: str) -> Data:

@@ -1,0 +1,324 @@
+"""Features of a backbone, computed once and kept in a folder: `embed`, `probe` and runs with a frozen trunk read them.
+
+N images, D features. A store is a folder of
+  train.npy, val.npy           (N, D), memory-mapped on reading; train.view1.npy, ...: augmented views
+  train.done, val.done, ...    one byte per image: 0 missing, 1 computed, 2 could not be read (its row is NaN)
+  train.parquet, val.parquet   id and label names of each row
+  features.json                all that the features depend on, and a key over it
+A row counts only once its byte is written, after the row itself has reached the disk: a killed run continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import Tensor, nn
+
+from finetune_mile.core.console import progress
+from finetune_mile.core.files import cache, locked, whole_file, write_json
+from finetune_mile.core.problems import BadImage, Failed, Problem
+from finetune_mile.images.index import BadImages, Bytes, Data, Files, ImageSet, Picked, TarFiles
+from finetune_mile.images.order import Indices
+from finetune_mile.images.pipeline import Augmentation, Views, batches
+from finetune_mile.images.sources.hf import Rows
+from finetune_mile.images.splits import label_names
+from finetune_mile.learning.roles import weights_hash
+from finetune_mile.training.processes import stop_together
+from finetune_mile.training.setup import Viewer
+
+Dtype = Literal["float16", "float32"]
+Split = Literal["train", "val"]
+FORMAT = 1  # of a store; another number is another key
+FLUSH = 2048  # images of a process between two records on disk
+MISSING, DONE, BAD = 0, 1, 2
+VIEW = Augmentation(crop="random-resized", scale=(0.35, 1.0), shift=0, flip=True)
+VIEW_SEED = 0
+FACTS = "features.json"
+DIFFERENCES = {
+    "network": "another network", "weights": "other weights", "preprocess": "another preprocessing",
+    "dtype": "another --dtype", "precision": "another precision", "images": "other images, or images that changed",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Features on disk."""
+
+    path: Path
+
+    def features(self, split: Split, view: int = 0) -> npt.NDArray[Any]:
+        """(N, D), mapped; rows of images that could not be read are NaN."""
+        return cast("npt.NDArray[Any]", np.load(self.file(split, view, "npy"), mmap_mode="r"))
+
+    def state(self, split: Split, view: int = 0) -> npt.NDArray[np.uint8]:
+        """(N,) MISSING, DONE or BAD; empty where nothing was begun."""
+        path = self.file(split, view, "done")
+        return np.fromfile(path, dtype=np.uint8) if path.is_file() else np.zeros(0, dtype=np.uint8)
+
+    def file(self, split: Split, view: int, ending: str) -> Path:
+        return self.path / (f"{split}.view{view}.{ending}" if view else f"{split}.{ending}")
+
+
+def embed(
+    viewer: Viewer,
+    network: nn.Module,
+    *,
+    arch: str,
+    about: Mapping[str, str],
+    dtype: Dtype,
+    contents: bool = False,
+    path: Path | None = None,
+    rows: Mapping[Split, Indices] | None = None,
+    views: int = 0,
+) -> Store:
+    """Compute the features that are not on disk yet; all processes call it.
+
+    Args:
+        viewer: data, preprocessing and device.
+        network: images (B, 3, H, W) to features (B, D).
+        arch: the name of the network, with all that its weights do not say, such as the padding.
+        about: --init and --data, for people.
+        dtype: on disk.
+        contents: identify images by their contents, instead of path, size and modification time.
+        path: the store; None: one in the cache that is named by its key.
+        rows: the images that are needed; None: all.
+        views: augmented views of the training images beside the plain one.
+    """
+    accelerator, data = viewer.accelerator, viewer.data
+    network = network.to(accelerator.device).eval()
+    main = accelerator.is_main_process
+    shared: list[Any] = [None, None, None]
+    with contextlib.ExitStack() as held:
+        if main:
+            facts = depends_on(network, arch, viewer, dtype=dtype, contents=contents)
+            key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+            store = Store(path or cache() / "features" / key[:24])
+            check_store(store, facts)
+            needed = rows or {"train": np.arange(len(data.train)), "val": np.arange(len(data.val))}
+            parts: list[tuple[Split, int]] = [(split, 0) for split in needed]
+            parts += [("train", view) for view in range(1, views + 1)]
+
+            def missing() -> list[tuple[Split, int, Indices]]:
+                states = ((split, view, store.state(split, view)) for split, view in parts)
+                left = [
+                    (split, view, needed[split][state[needed[split]] != DONE] if len(state) else needed[split])
+                    for split, view, state in states
+                ]
+                return [part for part in left if len(part[2])]
+
+            todo = missing()
+            if todo or path is not None:
+                store.path.mkdir(parents=True, exist_ok=True)
+                sentence = f"{store.path}: another process is computing these features; wait for it, then run again"
+                held.enter_context(locked(store.path / ".lock", sentence))
+                counts = {"train": len(data.train), "val": len(data.val)}
+                _begin(store, {"key": key, "images": counts, "depends_on": facts, **about}, data)
+                todo = missing()  # another process may have been at work until now
+                for split, view, _ in todo:
+                    _preallocate(store, split, view, _width(network, viewer), data, dtype)
+            shared = [str(store.path), todo, None]
+        broadcast_object_list(shared)
+        store, todo = Store(Path(shared[0])), shared[1]
+        total = sum(len(indices) for _, _, indices in todo)
+        with progress(f"features of {about.get('init', '')}", total, quiet=not main) as advance:
+            for split, view, indices in todo:
+                _fill(viewer, network, store, split, view, indices, advance)
+        accelerator.wait_for_everyone()
+    return store
+
+
+# ---------------------------------------------------------------------------------------- what features depend on
+
+
+def depends_on(network: nn.Module, arch: str, viewer: Viewer, *, dtype: Dtype, contents: bool) -> dict[str, Any]:
+    """All that decides the numbers in a store."""
+    return {
+        "format": FORMAT, "network": arch, "weights": weights_hash(network),
+        "preprocess": viewer.preprocess.model_dump(mode="json"), "dtype": dtype,
+        "precision": viewer.accelerator.mixed_precision,
+        "images": {
+            "by": "contents" if contents else "path, size and modification time",
+            "train": images_hash(viewer.data.train, contents=contents),
+            "val": images_hash(viewer.data.val, contents=contents),
+        },
+    }  # fmt: skip
+
+
+def images_hash(images: ImageSet, *, contents: bool) -> str:
+    """A hash over the ids, and over where the images are and when they changed, or over their contents.
+
+    Images that are in no file of their own, such as those of the demo, are always hashed by their contents.
+    """
+    stamp = None if contents or images.encoded is None else stamper(images.encoded)
+    digest = hashlib.sha256()
+    for index, name in enumerate(images.ids):
+        mark = _content(images, index) if stamp is None else stamp(index).encode("utf-8", "surrogateescape")
+        digest.update(b"%s\0%s\n" % (name.encode("utf-8", "surrogateescape"), mark))
+    return digest.hexdigest()
+
+
+def stamper(reader: Bytes) -> Callable[[int], str] | None:
+    """A function from an image's index to its place, size and modification time; None where there is no file."""
+    if isinstance(reader, Picked):
+        inner, rows = stamper(reader.inner), reader.rows
+        return None if inner is None else lambda index: inner(int(rows[index]))
+    if isinstance(reader, Files):
+        root, names = Path(reader.root).resolve(), reader.names
+        return lambda index: _stamp(f"{root}/{names[index]}")
+    if isinstance(reader, TarFiles):
+        which, offsets, sizes = reader.which, reader.offsets, reader.sizes
+        tars = [_stamp(path) for path in reader.paths]
+        return lambda index: f"{tars[int(which[index])]} {offsets[index]} {sizes[index]}"
+    if isinstance(reader, Rows) and reader.files:
+        table = "\n".join(_stamp(path) for path in reader.files)
+        mark = hashlib.sha256(table.encode()).hexdigest()
+        return lambda index: f"{mark} {index} {_stamp(reader.path(index))}"
+    return None
+
+
+def _stamp(path: str | None) -> str:
+    if path is None:
+        return ""
+    try:
+        status = os.stat(path)  # noqa: PTH116  a Path per image would cost
+    except OSError:
+        return f"{path} cannot be read"
+    return f"{path} {status.st_size} {status.st_mtime_ns}"
+
+
+def _content(images: ImageSet, index: int) -> bytes:
+    try:
+        content = images.read(index).numpy().tobytes() if images.encoded is None else images.encoded(index)
+    except BadImage as error:
+        content = str(error).encode()
+    return hashlib.sha256(content).digest()
+
+
+# -------------------------------------------------------------------------------------------------- files of a store
+
+
+def check_store(store: Store, facts: Mapping[str, Any]) -> None:
+    """Refuse a folder that holds other features, or anything else."""
+    path = store.path / FACTS
+    if not path.is_file():
+        if store.path.is_dir() and any(entry.name != ".lock" for entry in store.path.iterdir()):
+            raise Problem(f"{store.path}: is not empty and holds no features; choose another folder")
+        if store.path.exists() and not store.path.is_dir():
+            raise Problem(f"{store.path}: is a file; name a folder for the features")
+        return
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))["depends_on"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Problem(f"{path}: is damaged; remove {store.path} and embed again") from error
+    if known == facts:
+        return
+    reasons = [words for name, words in DIFFERENCES.items() if known.get(name) != facts[name]]
+    raise Problem(f"{store.path}: holds features of {' and '.join(reasons) or 'another format'}; choose another folder")
+
+
+def _begin(store: Store, note: Mapping[str, Any], data: Data) -> None:
+    """Write the labels, and at last the note that makes a folder a store."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for split, images in (("train", data.train), ("val", data.val)):
+        names = [name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in images.ids]
+        schema = pa.schema([("id", pa.string()), ("labels", pa.list_(pa.string()))])
+        table = pa.table([names, label_names(images.given, data.classes)], schema=schema)
+        with whole_file(store.path / f"{split}.parquet") as part:
+            pq.write_table(table, part)
+    write_json(store.path / FACTS, note)
+
+
+def _preallocate(store: Store, split: Split, view: int, width: int, data: Data, dtype: Dtype) -> None:
+    path, done = store.file(split, view, "npy"), store.file(split, view, "done")
+    if done.is_file():
+        return
+    count = len(data.train if split == "train" else data.val)
+    try:
+        with whole_file(path) as part:
+            np.lib.format.open_memmap(part, mode="w+", dtype=dtype, shape=(count, width))
+        with whole_file(done) as part:
+            part.write_bytes(bytes(count))
+    except OSError as error:
+        raise Problem(
+            f"{path}: cannot be written ({error.strerror}); free the disk or choose another folder"
+        ) from error
+
+
+@torch.no_grad()
+def _width(network: nn.Module, viewer: Viewer) -> int:
+    size = viewer.preprocess.size
+    features: Tensor = network(torch.zeros(1, 3, size, size, device=viewer.accelerator.device))
+    if features.ndim != 2:
+        raise Problem(f"--init: the network gives {tuple(features.shape)} for an image, not one row of features")
+    return features.shape[1]
+
+
+@torch.no_grad()
+def _fill(
+    viewer: Viewer, network: nn.Module, store: Store, split: Split, view: int, indices: Indices,
+    advance: Callable[[int], None],
+) -> None:  # fmt: skip
+    """Compute and write the rows of `indices`; each process has its part of them."""
+    accelerator = viewer.accelerator
+    images = viewer.data.train if split == "train" else viewer.data.val
+    bad = BadImages(store.path / "bad_images.csv", viewer.bad.data)
+    views = Views(
+        images, viewer.preprocess, VIEW if view else None, VIEW_SEED, on_bad=partial(bad.add, split, images.ids)
+    )
+    world = accelerator.num_processes
+    share = -(-len(indices) // world)
+    mine = indices[accelerator.process_index * share :][:share]
+    size = max(viewer.batch_size // world, 1)
+    parts = [mine[at : at + FLUSH] for at in range(0, share, FLUSH)]  # as many in every process
+    keys = [[(view, int(i)) for i in part[at : at + size]] for part in parts for at in range(0, len(part), size)]
+    loaded = batches(views, keys, workers=viewer.workers, pin=False)
+    like = store.features(split, view)
+    with store.file(split, view, "npy").open("r+b") as target, store.file(split, view, "done").open("r+b") as record:
+        for part in parts:
+            for at in range(0, len(part), size):
+                batch = next(loaded)
+                with accelerator.autocast():
+                    rows = network(viewer.prepare(batch.images)).float().cpu()
+                members = part[at : at + size]
+                unread = torch.from_numpy(np.isin(members, list(views.bad)))
+                _write_rows(target, like, members, rows.masked_fill_(unread.unsqueeze(1), torch.nan), unread)
+                advance(len(members) * world)
+                viewer.tick()
+            target.flush()
+            os.fsync(target.fileno())
+            for index in part.tolist():
+                record.seek(index)
+                record.write(bytes([BAD if index in views.bad else DONE]))
+            record.flush()
+            stop_together(accelerator, viewer.signals, 0)
+
+
+def _write_rows(target: Any, like: npt.NDArray[Any], members: Indices, rows: Tensor, unread: Tensor) -> None:
+    """Rows (b, D) to their places in an .npy file that is mapped as `like`."""
+    good = rows[~unread]
+    if not bool(good.isfinite().all()):
+        raise Failed("--init: the network's features are not finite numbers; check the weights and the preprocessing")
+    if like.dtype == np.float16 and good.numel() and float(good.abs().max()) > float(np.finfo(np.float16).max):
+        raise Problem(
+            f"features up to {float(good.abs().max()):.0f} do not fit float16: use --dtype float32, in a run "
+            "--set feature_dtype=float32"
+        )
+    start = cast("np.memmap[Any, Any]", like).offset
+    stored = np.ascontiguousarray(rows.numpy().astype(like.dtype))
+    for index, row in zip(members.tolist(), stored, strict=True):
+        target.seek(start + index * row.nbytes)
+        target.write(row.tobytes())

@@ -1,0 +1,134 @@
+"""`finetune-mile probe`: which checkpoint suits these images? k-NN and linear probes on features of each."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune_mile.checkpoints.init import Init
+from finetune_mile.config.flags import Parser
+from finetune_mile.core.files import write_json
+from finetune_mile.core.problems import Problem
+from finetune_mile.images.sources import load_data
+from finetune_mile.verbs.embed import add_flags, check_flags, features_of, stoppable
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from finetune_mile.images.order import Indices
+    from finetune_mile.training.features import Split
+    from finetune_mile.training.processes import Signals
+
+EPILOG = """examples:
+  finetune-mile probe --init moco.pth.tar --init timm:resnet50.a1_in1k --data folder:photos --fraction 0.1
+  finetune-mile probe --init simclr-demo --data demo --fraction 0.05 --seeds 5 --html probe.html
+
+The features are kept in the cache: another fraction, or a run with --trunk frozen, finds them again.
+"""
+MOST_SEEDS, MOST_NEIGHBOURS = 1000, 10**6
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="finetune-mile probe", allow_abbrev=False, epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Compare checkpoints on your images: weighted k-NN and a linear probe, softmax and sigmoid.",
+    )  # fmt: skip
+    parser.add_argument("--init", action="append", required=True, help="a checkpoint, as for run.py; may be repeated")
+    parser.add_argument("--fraction", type=float, default=1.0, help="share of the labels to use (default: 1)")
+    parser.add_argument("--seeds", type=int, default=3, help="draws of the labels (default: %(default)s)")
+    parser.add_argument("--k", type=int, default=20, help="neighbours that vote (default: %(default)s)")
+    add_flags(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the table as a page")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
+    options = build_parser().parse_args(argv)
+    problems = [
+        f"--{name} {getattr(options, name)}: must be from 1 to {high:,}"
+        for name, high in (("seeds", MOST_SEEDS), ("k", MOST_NEIGHBOURS))
+        if not 1 <= getattr(options, name) <= high
+    ]
+    if not 0 < options.fraction <= 1:
+        problems.append(f"--fraction {options.fraction:g}: must be above 0 and at most 1")
+    problems += [
+        f"--init {text}: is given twice; leave one out"
+        for text in sorted(set(options.init))
+        if options.init.count(text) > 1
+    ]
+    for flag, path in (("--json", options.json), ("--html", options.html)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            problems.append(f"{flag} {path}: {'is a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
+    if problems:
+        raise Problem(*problems)
+    inits = check_flags(options, options.init)
+    return stoppable(lambda accelerator, signals: _probe(options, inits, accelerator, signals))
+
+
+def _probe(options: argparse.Namespace, inits: list[Init], accelerator: Accelerator, signals: Signals) -> None:
+    from finetune_mile.images.splits import labelled_pools
+    from finetune_mile.measures.probing import majority, probe, ranking
+
+    data = load_data(options.data)
+    seeds = 1 if options.fraction == 1 else options.seeds  # all labels are the same labels in every draw
+    pools = [labelled_pools(data, fraction=options.fraction, seed=seed) for seed in range(seeds)]
+    labelled = [each.indices["labelled"] for each in pools]
+    needed: dict[Split, Indices] = {"train": np.unique(np.concatenate(labelled)), "val": np.arange(len(data.val))}
+    probed, facts = {}, {}
+    for init in inits:
+        began = time.monotonic()
+        store = features_of(init, data, options, accelerator, signals, rows=needed)
+        embedded = time.monotonic()
+        if not accelerator.is_main_process:
+            continue
+        train, val = store.features("train"), store.features("val")
+        probed[init.text] = probe(train, val, data, labelled, k=options.k)
+        facts[init.text] = {
+            "features": train.shape[1], "store": str(store.path), "seconds_features": round(embedded - began, 2),
+            "seconds_probes": round(time.monotonic() - embedded, 2),
+        }  # fmt: skip
+    if not accelerator.is_main_process:
+        return
+    rows = [row | facts[row["init"]] for row in ranking(probed)]
+    result = {
+        "data": data.name, "fraction": options.fraction, "seeds": seeds, "k": options.k, "labels": len(labelled[0]),
+        "images": len(data.val), "classes": len(data.classes), "majority": majority(data, labelled[0]), "probes": rows,
+    }  # fmt: skip
+    show(result)
+    if options.json is not None:
+        write_json(options.json, result)
+    if options.html is not None:
+        from finetune_mile.pages.report import write_page
+
+        write_page(options.html, "probe.html", title=f"Checkpoints for {data.name}", **result)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the table."""
+    from rich.table import Table
+
+    from finetune_mile.training.display import wide_console
+
+    title = (
+        f"{result['data']}: {result['labels']:,} labels ({100 * result['fraction']:g} %), "
+        f"{result['seeds']} draw{'s' if result['seeds'] > 1 else ''}, accuracy on {result['images']:,} images"
+    )
+    table = Table("checkpoint", "k-NN", "softmax", "sigmoid", "behind the first", title=title, title_justify="left")
+    for row in result["probes"]:
+        cells = [f"{each['mean']:.1f} ({each['low']:.1f} to {each['high']:.1f})" for each in row["accuracy"].values()]
+        behind = row.get("behind")
+        gap = "" if behind is None else f"{behind['difference']:.1f} ({behind['low']:.1f} to {behind['high']:.1f})"
+        table.add_row(row["init"], *cells, gap)
+    out = wide_console()
+    out.print(table)
+    out.print(
+        f"95 % intervals over the images in parentheses. The most frequent class alone: {result['majority']:.1f}.",
+        soft_wrap=True,
+    )
