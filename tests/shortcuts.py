@@ -13,6 +13,12 @@ SHORT = [
     "--set", "checkpoint_every=5",
 ]  # fmt: skip
 SHORT_MILE = [*SHORT, "--k-t", "4", "--k-s", "2", "--set", "mile.warmup=0"]
+# Every augmentation at once.
+AUGMENTED = [
+    "--flip", "true", "--set", "augment.jitter=[0.4, 0.4, 0.4, 0.1]", "--set", "augment.policy=trivial",
+    "--set", "augment.erase=0.5", "--set", "augment.mixup=0.4", "--set", "augment.cutmix=1.0",
+    "--set", "label_smoothing=0.1",
+]  # fmt: skip
 
 
 def losses(folder):

@@ -7,6 +7,7 @@ import yaml
 from shortcuts import ROOT
 
 from finetune_mile.config.resolve import check, choose_recipe, find_recipe, read_yaml, resolve
+from finetune_mile.core.problems import Problem
 from finetune_mile.training.plan import make_plan
 
 FOLDERS = ("ssl", "semi", "imagenet")
@@ -174,3 +175,36 @@ def test_the_papers_numbers_are_the_papers(shared):
     for block, row, column, recipe in found["imagenet"]:
         wanted, at = paper["imagenet"][recipe.arch], paper["imagenet"]["fractions"].index(recipe.fraction)
         assert block["paper"][row][column] == {measure: wanted[measure][row][at] for measure in wanted}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sets", "sentence"),
+    [
+        ({"flip": "maybe"}, [], "--flip maybe: must be true or false"),
+        ({}, ["augment.jitter=0.4"], "--set augment.jitter 0.4: must be four numbers"),
+        (
+            {},
+            ["augment.jitter=[0.4, 0.4, 0.4, 0.6]"],
+            "--set augment.jitter 0.6: input should be less than or equal to",
+        ),
+        ({}, ["augment.policy=trivail"], "should be 'none', 'trivial' or 'rand'"),
+        ({}, ["augment.magnitude=31"], "--set augment.magnitude 31"),
+        ({"method": "role"}, ["augment.cutmix=1"], "augment.cutmix mixes images, and method role needs"),
+        ({"method": "wan"}, ["label_smoothing=0.1"], "label_smoothing: method wan takes every target above 0"),
+        ({"method": "large-loss"}, ["label_smoothing=0.1"], "label_smoothing: method large-loss"),
+    ],
+)
+def test_wrong_augmentations_are_told(flags, sets, sentence):
+    with pytest.raises(Problem, match=re.escape(sentence)):
+        resolve({"data": "demo", **flags}, sets)
+
+
+def test_a_flip_is_turned_off_by_a_flag_and_the_rest_is_off():
+    default = resolve({"data": "folder:photos"}, []).recipe
+    assert default.augment.flip
+    assert not resolve({"data": "folder:photos", "flip": "false"}, []).recipe.augment.flip
+    off = {"jitter": (0, 0, 0, 0), "policy": "none", "erase": 0, "mixup": 0, "cutmix": 0}
+    for path in RECIPES:
+        recipe = solve(path).recipe
+        assert recipe.augment.model_dump(include=set(off)) == off
+        assert recipe.label_smoothing == 0

@@ -41,6 +41,7 @@ FLAGS = {
         "--epochs": "the same in epochs of the labelled images",
         "--batch-size": "global batch, over all processes",
         "--lr": "base learning rate",
+        "--flip": "true | false: mirror training images; false for digits, text and left-right classes",
         "--seed": "of split, order, augmentation and head",
         "--track": "none | tensorboard | wandb",
     },

@@ -30,7 +30,8 @@ NO_IMAGENET = "imagenet:data/imagenet"  # stands for ImageNet where it is not
 LONGEST_CHAIN = 4  # recipe files, the first one included
 MOST_SENTENCES = 20  # problems of one recipe that are told at once
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
-FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr"}  # of MILe, where no method is named
+# k_t and k_s are MILe's where no method is named.
+FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr", "flip": "augment.flip"}
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -400,6 +401,7 @@ def _in_words(error: ValidationError, path: Path, merged: Merged, model: type[Ba
             sentence = f"recipe {path.name}: {dotted} is required. Set it in the recipe or with --set {dotted}=VALUE."
         else:
             message = str(item["msg"]).removeprefix("Value error, ")
+            message = "must be true or false" if item["type"].startswith("bool") else message
             message = message[0].lower() + message[1:]
             value = "" if isinstance(item["input"], dict | BaseModel) else f" {short(str(item['input']))}"
             sentence = f"{where}{value}: {message}" if dotted else message

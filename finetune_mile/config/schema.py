@@ -8,20 +8,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, Field, WithJsonSchema, create_model, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model, model_validator
 
 from finetune_mile.core.problems import did_you_mean
-from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, Amount, Positive, Section, Seed
+from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, Amount, Policy, Positive, Section, Seed
 from finetune_mile.methods import METHODS, Activation, Method, get_method
 from finetune_mile.methods.pseudo_labels import Rho
 
 Variant = Literal["paper", "published"]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def _known_method(name: str) -> str:
     if name not in METHODS:
         raise ValueError(f"unknown method; {did_you_mean(name, METHODS)}")
     return name
+
+
+def _four(value: object) -> object:
+    if not isinstance(value, list | tuple) or len(value) != 4:
+        raise ValueError("must be four numbers, brightness, contrast, saturation and hue: [0.4, 0.4, 0.4, 0.1]")
+    return value
 
 
 # Where the paper and its published code disagree; a recipe field that is set wins over its column.
@@ -52,12 +59,28 @@ class Optimizer(Section):
 
 
 class Augment(Section):
-    """What a training image goes through; the draw depends on (seed, epoch, image) alone."""
+    """What training images go through (docs/augmentation.md); the draws depend on (seed, epoch, image) alone.
+
+    Those of `mixup` and `cutmix`, which mix pairs of a batch, depend on (seed, step).
+    """
 
     crop: Literal["random-resized", "shift", "none"]
     scale: tuple[float, float] = Field(default=(0.08, 1.0), description="for `random-resized`: area")
     shift: int = Field(default=0, ge=0, description="for `shift`: pixels in each direction")
     flip: bool
+    jitter: Annotated[tuple[Share, Share, Share, Annotated[float, Field(ge=0, le=0.5)]], BeforeValidator(_four)] = (
+        Field(default=(0.0, 0.0, 0.0, 0.0), description="largest change of brightness, contrast, saturation and hue")
+    )
+    policy: Policy = Field(default="none", description="TrivialAugment (Wide), or RandAugment with two operations")
+    magnitude: int = Field(default=9, ge=0, le=30, description="for `rand`: strength of its operations")
+    erase: Share = Field(default=0.0, description="share of the images that lose a random part")
+    mixup: float = Field(default=0.0, ge=0, le=2, description="alpha of Beta(alpha, alpha); 0: off")
+    cutmix: float = Field(default=0.0, ge=0, le=2, description="the same; with mixup, each step takes one of the two")
+
+    @property
+    def of_one_image(self) -> dict[str, Any]:
+        """The settings of `images.pipeline.Augmentation`."""
+        return self.model_dump(exclude={"mixup", "cutmix"})
 
 
 class Evaluate(Section):
@@ -113,6 +136,9 @@ class Recipe(Section):
     keep_head: str | None = Field(default=None, description="name of a head in the file to keep (labels leak!)")
     head_from: Literal[0, 1] = Field(default=0, description="1: keep SimCLR-v2's first projection layer")
     class_weights: Literal["none", "balanced"]
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="share of a given label that is divided among all classes"
+    )
     optimizer: Optimizer
     augment: Augment
     evaluate: Evaluate
@@ -131,7 +157,12 @@ class Recipe(Section):
         if method.Block is not None and getattr(self, method.block) is None and method.name == self.method:
             raise ValueError(f"method {self.method} needs a block {method.block}: in the recipe")
         with_file = " or ".join(name for name in METHODS if "teacher_file" in get_method(name).needs)
+        mixed = next((key for key in ("mixup", "cutmix") if getattr(self.augment, key)), None)
         rules = [
+            (mixed is not None and not needs.isdisjoint({"environments", "image_state"}),
+             f"augment.{mixed} mixes images, and method {self.method} needs to know where each came from: set it to 0"),
+            (self.label_smoothing > 0 and "hard_labels" in needs,
+             f"label_smoothing: method {self.method} takes every target above 0 for a given label: set it to 0"),
             ("teacher_file" in needs and self.teacher is None,
              f"method {self.method} needs --teacher RUN_FOLDER_OR_FILE"),
             ("teacher_file" not in needs and self.teacher is not None,

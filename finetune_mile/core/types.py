@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 Pool = Literal["labelled", "unlabelled", "all"]
+Policy = Literal["none", "trivial", "rand"]
 
 
 class Section(BaseModel):

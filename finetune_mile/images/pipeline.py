@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.io import ImageReadMode
 
 from finetune_mile.core.problems import BadImage, Problem
-from finetune_mile.core.types import Batch, Preprocess
+from finetune_mile.core.types import Batch, Policy, Preprocess
 from finetune_mile.images.order import Indices, Key, uniforms
 
 if TYPE_CHECKING:
@@ -42,8 +42,16 @@ _PIL_ERRORS = (
     OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, struct.error, Image.DecompressionBombError,
 )  # fmt: skip
 
-CROP_TRIES = 10
-DRAWS = 4 * CROP_TRIES + 1  # the last one is for the flip
+# What the draws of a view are for, in their order. Draw number n does not depend on how many there are.
+TRIES = 10  # at a place for a crop, or for what is erased
+FLIP = 4 * TRIES
+JITTER = FLIP + 1
+POLICY = JITTER + 5
+ERASE = POLICY + 6
+DRAWS = ERASE + 1 + 4 * TRIES
+
+ERASED = (0.02, 0.33)  # share of the area, as torchvision has it
+ERASED_ASPECT = (1 / 3.3, 1 / 0.3)  # width by height
 STAND_INS = 100  # bad images in a row that end a run
 NOTHING = -1  # in `bad`: no image was found to stand in
 
@@ -140,6 +148,10 @@ class Augmentation:
     scale: tuple[float, float]
     shift: int
     flip: bool
+    jitter: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # brightness, contrast, saturation, hue
+    policy: Policy = "none"
+    magnitude: int = 9  # for `rand`
+    erase: float = 0.0  # how likely
 
 
 def centre_view(image: Tensor, preprocess: Preprocess) -> Tensor:
@@ -168,19 +180,27 @@ def resized(image: Tensor, box: Box, preprocess: Preprocess) -> Tensor:
 
 def crop_box(height: int, width: int, scale: tuple[float, float], draws: Sequence[float]) -> Box:
     """The part that a random resized crop takes: area in `scale`, aspect 3/4 to 4/3."""
-    for try_ in range(CROP_TRIES):
+    side = min(height, width)  # a very long image: its middle
+    middle = (height - side) // 2, (width - side) // 2, side, side
+    return random_box(height, width, scale, (3 / 4, 4 / 3), draws) or middle
+
+
+def random_box(
+    height: int, width: int, scale: tuple[float, float], aspect: tuple[float, float], draws: Sequence[float]
+) -> Box | None:
+    """A part of an image with its share of the area in `scale` and width by height in `aspect`; None: none fits."""
+    for try_ in range(TRIES):
         area_draw, ratio_draw, top_draw, left_draw = draws[4 * try_ : 4 * try_ + 4]
         area = height * width * (scale[0] + (scale[1] - scale[0]) * area_draw)
-        ratio = exp(log(3 / 4) + (log(4 / 3) - log(3 / 4)) * ratio_draw)
+        ratio = exp(log(aspect[0]) + (log(aspect[1]) - log(aspect[0])) * ratio_draw)
         w, h = round(sqrt(area * ratio)), round(sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             return int(top_draw * (height - h + 1)), int(left_draw * (width - w + 1)), h, w
-    side = min(height, width)  # a very long image: its middle
-    return (height - side) // 2, (width - side) // 2, side, side
+    return None
 
 
 def random_view(image: Tensor, preprocess: Preprocess, augmentation: Augmentation, draws: Sequence[float]) -> Tensor:
-    """A training view (3, size, size) of an image (3, H, W), decided by `draws` alone."""
+    """A training view (3, size, size) of an image (3, H, W), decided by `draws` (DRAWS of them) alone."""
     if augmentation.crop == "random-resized":
         box = crop_box(image.shape[-2], image.shape[-1], augmentation.scale, draws)
         image = resized(image, box, preprocess)
@@ -190,7 +210,29 @@ def random_view(image: Tensor, preprocess: Preprocess, augmentation: Augmentatio
         reach = augmentation.shift
         top, left = (int(d * (2 * reach + 1)) for d in draws[:2])
         image = pad(image, (reach,) * 4)[:, top : top + preprocess.size, left : left + preprocess.size]
-    return image.flip(-1) if augmentation.flip and draws[-1] < 0.5 else image
+    if augmentation.flip and draws[FLIP] < 0.5:
+        image = image.flip(-1)
+    if any(augmentation.jitter) or augmentation.policy != "none":
+        from finetune_mile.images.augment import by_policy, jittered  # torchvision's transforms, only where needed
+
+        image = jittered(image, augmentation.jitter, draws[JITTER:POLICY])
+        if augmentation.policy != "none":
+            image = by_policy(image, augmentation.policy, augmentation.magnitude, draws[POLICY:ERASE])
+    if draws[ERASE] < augmentation.erase:
+        image = erased(image, preprocess.mean, draws[ERASE + 1 :])
+    return image
+
+
+def erased(image: Tensor, mean: Sequence[float], draws: Sequence[float]) -> Tensor:
+    """An image (3, H, W) with a random part in the mean colour, which `normalise` turns into zeros."""
+    box = random_box(image.shape[-2], image.shape[-1], ERASED, ERASED_ASPECT, draws)
+    if box is None:
+        return image
+    top, left, height, width = box
+    colour = torch.tensor([min(max(round(255 * part), 0), 255) for part in mean], dtype=torch.uint8).view(3, 1, 1)
+    image = image.clone()  # it may be the data set's own memory
+    image[:, top : top + height, left : left + width] = colour
+    return image
 
 
 # ------------------------------------------------------------------------------------ batches

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Batch, Pool
-from finetune_mile.learning.losses import given_matrix
+from finetune_mile.learning.losses import given_matrix, shared, smoothed
+from finetune_mile.learning.mixing import Mix
 from finetune_mile.learning.optim import set_rate
 from finetune_mile.learning.phases import Decision, MethodState, Phase, StepView, after, drawn
 from finetune_mile.learning.roles import Average, Roles, copy_into
@@ -171,6 +172,8 @@ class LabelObjective:
     environment: Tensor | None  # (N,) of each training image
     prepare: Callable[[Tensor], Tensor]  # uint8 images to the network's input, on the device
     label_pool: Callable[[Phase], LabelStore] | None  # labels once per cycle, instead of per batch
+    label_smoothing: float = 0.0
+    mixing: Callable[[int, int, int], Mix] | None = None  # of a step, for images of a height and width
     store: LabelStore | None = None
 
     def begin(self, phase: Phase) -> None:
@@ -182,6 +185,11 @@ class LabelObjective:
         phase, images = record.phase, self.prepare(batch.images)
         given = given_matrix(batch.labels.to(images.device, non_blocking=True), self.num_classes)
         targets, teacher_logits = self._targets(phase, images, given, batch)
+        if phase.name == "imitation":
+            counts = label_counts(targets, given)
+            record.labels = counts if record.labels is None else record.labels + counts
+        if self.label_smoothing or self.mixing is not None:
+            images, targets, given, teacher_logits = self._softened(record, images, targets, given, teacher_logits)
         view = self._view(batch, given, teacher_logits, record.step)
         logits = self.network(images)
         loss = self.method.loss(phase, logits, targets, view) / parts
@@ -189,9 +197,6 @@ class LabelObjective:
         self.state.after_step(view, logits.detach())
         record.loss += loss.detach()
         record.images += len(batch.samples)
-        if phase.name == "imitation":
-            counts = label_counts(targets, given)
-            record.labels = counts if record.labels is None else record.labels + counts
 
     def _targets(self, phase: Phase, images: Tensor, given: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The target matrix (B, C), and the teacher's logits if they were computed for it."""
@@ -208,6 +213,21 @@ class LabelObjective:
                 teacher_logits = self.roles.teacher(images)
             targets = self.method.targets(phase, teacher_logits)
         return torch.maximum(targets, given) if phase.union else targets, teacher_logits
+
+    def _softened(
+        self, record: StepRecord, images: Tensor, targets: Tensor, given: Tensor, teacher_logits: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """The arguments after `record` with given labels smoothed, and each image mixed with its neighbour."""
+        if record.phase.loss == "cross_entropy":
+            targets = shared(targets)
+        if record.phase.given and self.label_smoothing:
+            targets = smoothed(targets, self.label_smoothing)
+        if self.mixing is None:
+            return images, targets, given, teacher_logits
+        mix = self.mixing(record.step, images.shape[-2], images.shape[-1])
+        if teacher_logits is not None:  # logits whose softmax is the mixture
+            teacher_logits = mix.rows(teacher_logits.float().softmax(1)).log()
+        return mix.images(images), mix.rows(targets), mix.rows(given), teacher_logits
 
     def _view(self, batch: Batch, given: Tensor, teacher_logits: Tensor | None, step: int) -> StepView:
         environment, environments = None, 0

@@ -23,6 +23,16 @@ def given_matrix(labels: Tensor, num_classes: int) -> Tensor:
     return matrix * (labels >= 0).unsqueeze(1)
 
 
+def shared(targets: Tensor) -> Tensor:
+    """Targets (B, C) with rows that sum to at most one: several labels share it equally."""
+    return targets / targets.sum(1, keepdim=True).clamp(min=1.0)
+
+
+def smoothed(targets: Tensor, smoothing: float) -> Tensor:
+    """Targets (B, C) of which a share is divided among all classes."""
+    return (1 - smoothing) * targets + smoothing / targets.shape[1]
+
+
 def bce(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
     """Binary cross-entropy, summed over classes and averaged over the batch (Eq. 1): a scalar.
 
@@ -49,7 +59,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, class_weights: Tensor | None 
         targets: (B, C), rows that sum to one (one-hot or soft). Several given labels share the mass equally.
         class_weights: (C,), or None for ones.
     """
-    shares = targets / targets.sum(1, keepdim=True).clamp(min=1.0)
+    shares = shared(targets)
     if class_weights is not None:
         shares = shares * class_weights
     return -(shares * logits.float().log_softmax(1)).sum(1).mean()

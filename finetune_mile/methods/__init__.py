@@ -52,6 +52,8 @@ NEEDS = {
     "teacher_file": "a trained network, --teacher",
     "held_out": "labelled images that no phase trains on",
     "environments": "training images from several environments",
+    "image_state": "it remembers something of each image: no mixup, no cutmix",
+    "hard_labels": "it tells the classes that were given from the others: no label smoothing",
     "whole_batch": "the loss of a complete batch at once: no accumulation",
 }
 METHOD_FLAGS = ("k_t", "k_s", "rho")

@@ -16,7 +16,7 @@ from finetune_mile.learning.phases import Budget, Phase, StepView, one_interacti
 if TYPE_CHECKING:
     from torch import Tensor
 
-NEEDS = ("whole_batch",)
+NEEDS = ("whole_batch", "hard_labels")
 
 
 class Block(Section):

@@ -19,7 +19,7 @@ from finetune_mile.learning.phases import Budget, MethodState, Phase, RunView, S
 if TYPE_CHECKING:
     from torch import Tensor
 
-NEEDS = ("whole_batch",)
+NEEDS = ("whole_batch", "hard_labels", "image_state")
 GIVEN, SPREAD = 0.995, 0.1  # first estimate of a given label; half the range around 0.5 of the others
 
 

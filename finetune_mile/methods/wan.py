@@ -10,6 +10,8 @@ from finetune_mile.learning.phases import Budget, Phase, StepView, one_interacti
 if TYPE_CHECKING:
     from torch import Tensor
 
+NEEDS = ("hard_labels",)
+
 
 def phases(block: None, budget: Budget) -> list[Phase]:
     """One long interaction."""

@@ -90,8 +90,10 @@ def environment_sums(
     """
     import torch
 
+    from finetune_mile.learning.losses import shared
+
     logits = logits.float()
-    shares = targets / targets.sum(1, keepdim=True).clamp(min=1.0)
+    shares = shared(targets)
     if class_weights is not None:
         shares = shares * class_weights
     log_chances = logits.log_softmax(1)

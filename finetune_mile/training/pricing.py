@@ -216,7 +216,7 @@ def time_network(
 def time_reading(data: str, size: int, augment: Augment) -> Tensor:
     """Time of reading and augmenting one image in one process."""
     images = open_data(data).train
-    views = Views(images, Preprocess(size=size), Augmentation(**augment.model_dump()), 0)
+    views = Views(images, Preprocess(size=size), Augmentation(**augment.of_one_image), 0)
     numbers = itertools.count()  # other images each time: those that were read are in the system's cache
     return _quartiles(lambda: views.read([(0, next(numbers) % len(images)) for _ in range(16)])) / 16
 

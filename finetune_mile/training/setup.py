@@ -25,6 +25,7 @@ from finetune_mile.images.pipeline import Augmentation, Views, batches, default_
 from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import Pools, labelled_pools
 from finetune_mile.images.truth import with_truth
+from finetune_mile.learning.mixing import Mix, draw_mix
 from finetune_mile.learning.optim import rate_at
 from finetune_mile.measures.metrics import measure
 from finetune_mile.measures.predictions import pick_probe, predict
@@ -126,8 +127,7 @@ class Setup:
 
     def feed(self, pool: Pool, first_step: int) -> Iterator[Batch]:
         """This process's parts of the batches of a pool, from a step of that pool on, without end."""
-        recipe, augment, images = self.recipe, self.recipe.augment, self.pools.images
-        augmentation = Augmentation(crop=augment.crop, scale=augment.scale, shift=augment.shift, flip=augment.flip)
+        recipe, images, augmentation = self.recipe, self.pools.images, Augmentation(**self.recipe.augment.of_one_image)
         views = Views(
             images, self.viewer.preprocess, augmentation, recipe.seed, pool=self.pools.indices[pool],
             on_bad=partial(self.viewer.bad.add, "train", images.ids),
@@ -137,6 +137,12 @@ class Setup:
             rank=self.accelerator.process_index, world=self.accelerator.num_processes,
         )  # fmt: skip
         return batches(views, keys, workers=self.viewer.workers, pin=self.accelerator.device.type == "cuda")
+
+    @property
+    def mixing(self) -> Callable[[int, int, int], Mix] | None:
+        """How a step mixes the images of its batch; None: it does not."""
+        mixup, cutmix = self.recipe.augment.mixup, self.recipe.augment.cutmix
+        return partial(draw_mix, self.recipe.seed, mixup=mixup, cutmix=cutmix) if mixup or cutmix else None
 
     def rate(self, step: int) -> float:
         """The share of the base learning rate that step `step` (from 0) is taken with."""
@@ -189,6 +195,11 @@ def set_up(recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, si
     parts = accelerator.num_processes * recipe.accumulate
     if recipe.batch_size % parts:
         raise Problem(f"--batch-size {recipe.batch_size} must be a multiple of processes x accumulate = {parts}")
+    if (recipe.augment.mixup or recipe.augment.cutmix) and recipe.batch_size // parts % 2:
+        raise Problem(
+            f"--batch-size {recipe.batch_size}: augment.mixup and augment.cutmix mix pairs of images; use a multiple "
+            f"of 2 x processes x accumulate = {2 * parts}"
+        )
     data, pools, plan = lay_out(recipe)
     network, card, report = load_network(
         init, arch=recipe.arch, num_classes=len(data.classes), head_bias=recipe.head_bias,

@@ -84,6 +84,7 @@ def make_loop(setup: Setup, folder: RunFolder, display: Display) -> Loop:
         num_classes=setup.num_classes, total_steps=setup.plan.total_steps, class_weights=weights,
         environment=images.environment, prepare=setup.viewer.prepare,
         label_pool=pool_labeller(setup, roles, folder.path, display.labels) if recipe.labels_once_per_cycle else None,
+        label_smoothing=recipe.label_smoothing, mixing=setup.mixing,
     )  # fmt: skip
     return Loop(
         accelerator=accelerator, network=wrapped, roles=roles, optimizer=optimizer, state=state, objective=objective,

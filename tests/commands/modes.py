@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from idx_files import write_mnist
-from shortcuts import SHORT, SHORT_MILE
+from shortcuts import AUGMENTED, SHORT, SHORT_MILE
 
 PLAIN = [
     "--data",
@@ -53,6 +53,7 @@ MODES = {
     "semi-unlabelled": [*MILE, *SOFT, *TENTH, "unlabelled"],
     "semi-share": [*MILE, *SOFT, *TENTH, "all", *SHARE, "--set", "mile.union=true"],
     "semi-share-cycle": [*MILE, *SOFT, *TENTH, "unlabelled", *SHARE, *CYCLE],
+    "mile-augmented": [*MILE, *SOFT, *AUGMENTED],
 }
 
 MODES |= {
@@ -70,7 +71,7 @@ MODES |= {
 }
 
 UNDIVIDED = ("irm", "rex", "large-loss", "role")  # their loss is of the complete batch
-WHOLE = ("sigmoid", "mile-soft", "semi-share-cycle")
+WHOLE = ("sigmoid", "mile-soft", "semi-share-cycle", "mile-augmented")
 
 
 def play(folder):

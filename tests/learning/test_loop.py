@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from shortcuts import SHORT, SHORT_MILE, losses
+from shortcuts import AUGMENTED, SHORT, SHORT_MILE, losses
 
 from finetune_mile.checkpoints.cards import SCRATCH
 from finetune_mile.checkpoints.loading import load_network
@@ -72,7 +72,7 @@ def test_both_variants_equal_a_naive_loop(run_demo):
         SHORT_MILE,
         [*SHORT_MILE, "--variant", "published", "--set", "optimizer.ema=0.9", "--set", "mile.optimizer_state=reset"],
         [*SHORT, "--method", "noisy-student", "--set", "noisy_student.pseudo_labels=cycle", "--semi", "all",
-         "--fraction", "0.1", "--set", "accumulate=2"],
+         "--fraction", "0.1", "--set", "accumulate=2", *AUGMENTED],
     ],
     ids=["paper", "published", "noisy-student"],
 )  # fmt: skip
