@@ -31,6 +31,7 @@ FLAGS = {
         "--arch": "network, such as resnet50, resnet50-sk, timm:NAME",
         "--semi": "none | all | unlabelled: images that imitation draws from",
         "--teacher": "for distill: a run folder or a checkpoint file",
+        "--trunk": "all | frozen (features once, only a classifier learns) | norm-only | last:N blocks",
         "--keep-head NAME": "keep this head of the file (it may know the labels)",
     },
     "how": {

@@ -6,6 +6,7 @@ Order of precedence: flags, then the recipe, then the variant's column for what 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model, model_validator
@@ -29,6 +30,12 @@ def _four(value: object) -> object:
     if not isinstance(value, list | tuple) or len(value) != 4:
         raise ValueError("must be four numbers, brightness, contrast, saturation and hue: [0.4, 0.4, 0.4, 0.1]")
     return value
+
+
+def _known_trunk(text: str) -> str:
+    if not re.fullmatch(r"all|frozen|norm-only|last:[0-9]{1,4}", text):
+        raise ValueError(f"{text[:40]!r} is none of all, frozen, norm-only, last:N (the last N blocks learn)")
+    return text
 
 
 # Where the paper and its published code disagree; a recipe field that is set wins over its column.
@@ -135,6 +142,12 @@ class Recipe(Section):
     head_weight: Literal["normal", "zero"] = Field(default="normal", description="normal: std 0.01; zero: as SimCLR's")
     keep_head: str | None = Field(default=None, description="name of a head in the file to keep (labels leak!)")
     head_from: Literal[0, 1] = Field(default=0, description="1: keep SimCLR-v2's first projection layer")
+    trunk: Annotated[str, AfterValidator(_known_trunk)] = Field(
+        default="all",
+        description="what learns beside the classifier: all, norm-only, last:N blocks; frozen: nothing, on features "
+        "that are computed once",
+    )
+    feature_dtype: Literal["float16", "float32"] = Field(default="float16", description="for trunk: frozen, on disk")
     class_weights: Literal["none", "balanced"]
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="share of a given label that is divided among all classes"
@@ -173,6 +186,10 @@ class Recipe(Section):
              f"method {self.method} needs the complete batch at once: set accumulate to 1"),
             (self.labelled_share is not None and self.semi == "none",
              "labelled_share needs --semi all or --semi unlabelled: without it every image is labelled"),
+            (self.trunk == "frozen" and self.augment.cutmix > 0,
+             "--trunk frozen does not go with augment.cutmix, which needs images: use mixup or --trunk last:0"),
+            (self.trunk == "frozen" and self.teacher is not None,
+             "--trunk frozen does not go with --teacher, which needs images: use --trunk last:0"),
             (self.optimizer.name == "lars" and self.optimizer.nesterov,
              "optimizer.nesterov: true does not go with lars"),
         ]  # fmt: skip

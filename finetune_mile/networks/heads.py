@@ -9,9 +9,9 @@ from torch import nn
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
-from finetune_mile.networks.small import SMALL, GridCell, GridCNN, Mlp
+from finetune_mile.networks.small import SMALL, GridCell, GridCNN, Mlp, OnFeatures
 
-_OURS = (ResNet, GridCNN, GridCell, Mlp)
+_OURS = (ResNet, GridCNN, GridCell, Mlp, OnFeatures)
 HeadBias = Literal["zero", "prior"]
 HeadWeight = Literal["normal", "zero"]
 

@@ -16,6 +16,20 @@ def _block(inputs: int, outputs: int) -> list[nn.Module]:
     return [conv, nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
 
 
+class OnFeatures(nn.Module):
+    """A network of a classifier `fc` alone: it is given the features (B, D) of a backbone that does not learn."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.fc: nn.Module = nn.Identity()
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features (B, D) to logits (B, C)."""
+        out: Tensor = self.fc(features)
+        return out
+
+
 class GridCNN(nn.Module):
     """Three strided convolutions and one hidden layer: 153,000 parameters."""
 

@@ -50,6 +50,10 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
     if setup.data.unreadable:
         sentence = f"warning: --data {recipe.data}: {say_unreadable(setup.data.unreadable)}"
         out.print(sentence, style="yellow", markup=False)
+    if recipe.trunk != "all":
+        learning = sum(p.numel() for p in setup.network.parameters() if p.requires_grad)
+        way = "on features that are computed once, without augmentation" if recipe.trunk == "frozen" else "on images"
+        out.print(f"trunk   {recipe.trunk}: {learning:,} parameters learn, {way}")
     share = recipe.batch_size // (world * recipe.accumulate)
     out.print(
         f"method  {recipe.method} ({recipe.variant} variant): {plan.total_steps:,} steps = "

@@ -11,6 +11,7 @@ A row counts only once its byte is written, after the row itself has reached the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -26,22 +27,27 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
+from finetune_mile.checkpoints.loading import LoadReport
+from finetune_mile.config.schema import Recipe
 from finetune_mile.core.console import progress
 from finetune_mile.core.files import cache, locked, whole_file, write_json
 from finetune_mile.core.problems import BadImage, Failed, Problem
+from finetune_mile.core.types import Batch, Pool
 from finetune_mile.images.index import BadImages, Bytes, Data, Files, ImageSet, Picked, TarFiles
-from finetune_mile.images.order import Indices
+from finetune_mile.images.order import Indices, Key
 from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources.hf import Rows
-from finetune_mile.images.splits import label_names
+from finetune_mile.images.splits import Pools, label_names
 from finetune_mile.learning.roles import weights_hash
+from finetune_mile.networks.parts import split_head
 from finetune_mile.training.processes import stop_together
 from finetune_mile.training.setup import Viewer
 
 Dtype = Literal["float16", "float32"]
 Split = Literal["train", "val"]
 FORMAT = 1  # of a store; another number is another key
-FLUSH = 2048  # images of a process between two records on disk
+FLUSH = 256  # images of a process between two records on disk
+ROWS_AT_ONCE = 4096  # features that a classifier sees at a time in evaluation
 MISSING, DONE, BAD = 0, 1, 2
 VIEW = Augmentation(crop="random-resized", scale=(0.35, 1.0), shift=0, flip=True)
 VIEW_SEED = 0
@@ -137,6 +143,89 @@ def embed(
                 _fill(viewer, network, store, split, view, indices, advance)
         accelerator.wait_for_everyone()
     return store
+
+
+# ------------------------------------------------------------------------------------------ runs with a frozen trunk
+
+
+class FeatureViews(Views):
+    """Rows of a store in the place of images: an image that could not be read is replaced as in `Views`."""
+
+    def __init__(self, features: npt.NDArray[Any], images: ImageSet, *others: Any, **more: Any) -> None:
+        """Take (N, D) features; other arguments as in `Views`."""
+        super().__init__(dataclasses.replace(images, read=partial(_row, features)), *others, **more)
+        self.features = features
+
+    def read(self, keys: list[Key]) -> tuple[Batch, dict[int, str]]:
+        bad: dict[int, str] = {}
+        shown = [sample for _, sample in keys]
+        rows = torch.from_numpy(self.features[shown].astype(np.float32))
+        for place in rows.isnan().any(1).nonzero().flatten().tolist():
+            row, shown[place] = self._read(shown[place], bad)
+            rows[place] = row if row.ndim == 1 else 0.0
+        index = torch.tensor(shown)
+        return Batch(rows, self.images.given[index], index), bad
+
+    __getitems__ = read
+
+
+def _row(features: npt.NDArray[Any], index: int) -> Tensor:
+    row = torch.from_numpy(features[index].astype(np.float32))
+    if bool(row.isnan().any()):
+        raise BadImage("it could not be read when its features were computed")
+    return row
+
+
+@dataclass(slots=True, kw_only=True)
+class FrozenViewer(Viewer):
+    """Shows features of images to a classifier."""
+
+    images: Viewer  # shows the images themselves
+    trunk: nn.Module
+    arch: str
+    init: str
+    dtype: Dtype
+    needed: dict[Split, Indices]
+    store: Store | None = None
+
+    def get_ready(self) -> None:
+        """Compute the features that are not on disk yet."""
+        about = {"init": self.init, "data": self.bad.data}
+        self.store = embed(self.images, self.trunk, arch=self.arch, about=about, dtype=self.dtype, rows=self.needed)
+
+    def prepare(self, images: Tensor) -> Tensor:
+        return images.to(self.accelerator.device, non_blocking=True)
+
+    def views(self, images: ImageSet, augmentation: Augmentation | None = None, pool: Indices | None = None) -> Views:
+        if self.store is None:
+            self.get_ready()
+        assert self.store is not None
+        split: Split = "val" if images is self.data.val else "train"
+        return FeatureViews(
+            self.store.features(split), images, self.preprocess, augmentation, self.seed, pool=pool,
+            on_bad=partial(self.bad.add, split, images.ids),
+        )  # fmt: skip
+
+
+def freeze(
+    viewer: Viewer, network: nn.Module, recipe: Recipe, report: LoadReport, pools: Pools
+) -> tuple[FrozenViewer, nn.Module]:
+    """A run of the classifier alone: what shows it features, and the classifier."""
+    trunk, head = split_head(network)
+    drawn: tuple[Pool, ...] = ("labelled",) if recipe.semi == "none" else ("labelled", "all")
+    train = np.unique(np.concatenate([pools.calibration, *(pools.indices[pool] for pool in drawn)]))
+    frozen = FrozenViewer(
+        accelerator=viewer.accelerator, signals=viewer.signals, data=viewer.data, preprocess=viewer.preprocess,
+        bad=viewer.bad, seed=viewer.seed, batch_size=max(viewer.batch_size, ROWS_AT_ONCE), wanted_workers=0,
+        images=viewer, trunk=trunk, arch=full_name(report), init=recipe.init, dtype=recipe.feature_dtype,
+        needed={"train": train, "val": np.arange(len(viewer.data.val))},
+    )  # fmt: skip
+    return frozen, head
+
+
+def full_name(report: LoadReport) -> str:
+    """A network's name with what its weights do not say."""
+    return f"{report.arch}, {report.padding} padding"
 
 
 # ---------------------------------------------------------------------------------------- what features depend on

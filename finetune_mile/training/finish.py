@@ -50,7 +50,7 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
         "classes": list(data.classes), **viewer.preprocess.model_dump(mode="json"),
         "activation": recipe.activation, "init": recipe.init, "method": recipe.method,
     }  # fmt: skip
-    write_export(folder.path / "export", learner, config)
+    write_export(folder.path / "export", setup.with_trunk(learner), config)
     with whole_file(folder.path / "export/README.md") as part:
         part.write_text(model_card(recipe, config, results, warning), encoding="utf-8")
     write_report(setup, shown, folder, results, warning)

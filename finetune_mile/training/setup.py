@@ -29,6 +29,8 @@ from finetune_mile.learning.mixing import Mix, draw_mix
 from finetune_mile.learning.optim import rate_at
 from finetune_mile.measures.metrics import measure
 from finetune_mile.measures.predictions import pick_probe, predict
+from finetune_mile.networks.heads import get_head
+from finetune_mile.networks.parts import choose_trainable
 from finetune_mile.training.plan import Plan, labelled_per_batch, make_plan
 from finetune_mile.training.processes import Signals, start, stop_together, wanted_precision
 
@@ -62,6 +64,15 @@ class Viewer:
         mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std))
         return normalise(images.to(device, non_blocking=True), mean, std)
 
+    def get_ready(self) -> None:
+        """Called before the first batch; nothing here."""
+
+    def views(self, images: ImageSet, augmentation: Augmentation | None = None, pool: Indices | None = None) -> Views:
+        """The views of training or validation images; arguments as in `Views`."""
+        split = "val" if images is self.data.val else "train"
+        on_bad = partial(self.bad.add, split, images.ids)
+        return Views(images, self.preprocess, augmentation, self.seed, pool=pool, on_bad=on_bad)
+
     def tick(self) -> None:
         """Between batches outside of training: stop, where no other process waits for this one."""
         if self.accelerator.num_processes == 1:
@@ -71,8 +82,7 @@ class Viewer:
         self, network: nn.Module, images: ImageSet, indices: Indices, tick: Callable[[], None] | None = None
     ) -> Tensor:
         """A bare network's outputs (n, C) on the plain view of some images; NaN for those that cannot be read."""
-        split = "val" if images is self.data.val else "train"
-        views = Views(images, self.preprocess, None, self.seed, on_bad=partial(self.bad.add, split, images.ids))
+        views = self.views(images)
         share = max(self.batch_size // self.accelerator.num_processes, 1)
         outputs = predict(
             self.accelerator, network, views, indices, self.prepare,
@@ -98,6 +108,7 @@ class Setup:
     teacher: nn.Module | None  # one that is brought along, --teacher
     card: Card
     report: LoadReport
+    complete: nn.Module | None = None  # with a frozen trunk: the backbone and a classifier, not trained
 
     @property
     def accelerator(self) -> Accelerator:
@@ -127,11 +138,8 @@ class Setup:
 
     def feed(self, pool: Pool, first_step: int) -> Iterator[Batch]:
         """This process's parts of the batches of a pool, from a step of that pool on, without end."""
-        recipe, images, augmentation = self.recipe, self.pools.images, Augmentation(**self.recipe.augment.of_one_image)
-        views = Views(
-            images, self.viewer.preprocess, augmentation, recipe.seed, pool=self.pools.indices[pool],
-            on_bad=partial(self.viewer.bad.add, "train", images.ids),
-        )  # fmt: skip
+        recipe, augmentation = self.recipe, Augmentation(**self.recipe.augment.of_one_image)
+        views = self.viewer.views(self.pools.images, augmentation, self.pools.indices[pool])
         keys = micro_batches(
             self.order(pool), first_step=first_step, batch_size=recipe.batch_size, accumulate=recipe.accumulate,
             rank=self.accelerator.process_index, world=self.accelerator.num_processes,
@@ -171,6 +179,13 @@ class Setup:
     def probabilities(self, logits: Tensor) -> Tensor:
         """Logits (n, C), read as the recipe's activation says."""
         return logits.sigmoid() if self.recipe.activation == "sigmoid" else logits.softmax(1)
+
+    def with_trunk(self, learner: nn.Module) -> nn.Module:
+        """The complete network of a learner, which may be a classifier on the features of a frozen trunk."""
+        if self.complete is None:
+            return learner
+        get_head(self.complete).load_state_dict(get_head(learner).state_dict())
+        return self.complete
 
     def probe(self, network: nn.Module) -> tuple[Tensor, Tensor]:
         """Logits and given labels of the labelled training images that every generation is looked at on."""
@@ -213,9 +228,18 @@ def set_up(recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, si
         bad=BadImages(path / "bad_images.csv", recipe.data), batch_size=recipe.batch_size,
         wanted_workers=recipe.workers,
     )  # fmt: skip
+    complete = None
+    if recipe.trunk == "frozen":
+        from finetune_mile.training.features import freeze
+
+        complete = network
+        viewer, network = freeze(viewer, network, recipe, report, pools)
+    elif recipe.trunk != "all":
+        choose_trainable(network, recipe.trunk)
     return Setup(
         recipe=recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, "precision": precision}),
         viewer=viewer, pools=pools, plan=plan, network=network, teacher=teacher, card=card, report=report,
+        complete=complete,
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ def train(setup: Setup, folder: RunFolder) -> int:
     """Train what is left, then finish; returns the exit code."""
 
     def work() -> dict[str, object]:
+        setup.viewer.get_ready()
         learner, monitor = train_phases(setup, folder)
         spread = weight_spread(setup.network)
         finish(setup, learner, folder)

@@ -125,7 +125,7 @@ def features_of(
 ) -> Store:  # fmt: skip
     """The features of one checkpoint, computed where they are not on disk; arguments as in `training.features`."""
     from finetune_mile.checkpoints.loading import open_trunk
-    from finetune_mile.training.features import embed
+    from finetune_mile.training.features import embed, full_name
     from finetune_mile.training.setup import Viewer
 
     opened = open_trunk(init, arch=options.arch)
@@ -136,6 +136,6 @@ def features_of(
         bad=BadImages(Path("bad_images.csv"), options.data),
     )  # fmt: skip
     return embed(
-        viewer, opened.network, arch=f"{opened.report.arch}, {opened.report.padding} padding", dtype=options.dtype,
+        viewer, opened.network, arch=full_name(opened.report), dtype=options.dtype,
         about={"init": init.text, "data": options.data}, contents=options.verify, path=path, rows=rows, views=views,
     )  # fmt: skip
