@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from methods import ROOT, run_all, table
+from methods import ROOT, ROWS, run_all, table
 
 CHOSEN = """How the settings were chosen: about nine MILe settings (rho, k_t, k_s, warm-up, variant) were tried on
 seeds 0 and 1 against these same validation grids, for a gain in F1 at little loss of accuracy. The table is therefore
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/benchmark-demo")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    results = run_all(options.runs, ["--data", "demo"], jobs=options.jobs)
+    results = run_all(options.runs, ["--data", "demo"], ROWS, jobs=options.jobs)
     text = "# The demo's numbers\n\n`python benchmarks/demo.py`: seeds 0, 1, 2, mean ± standard deviation, percent "
     text += "(coverage: labels per image).\nEach run is `accelerate launch finetune_mile/run.py --method METHOD`.\n\n"
     text += CHOSEN

@@ -16,7 +16,7 @@ from finetune_mile.checkpoints.init import Init, parse_init, parse_source
 from finetune_mile.config.flags import given_settings, parse
 from finetune_mile.config.resolve import Resolved, check, resolve
 from finetune_mile.core.problems import Problem, tell
-from finetune_mile.images.sources import check_split, check_truth, split_name
+from finetune_mile.images.sources import check_split, check_truth, said_as, split_name
 from finetune_mile.training.folder import check_free, next_folder, resumed_recipe
 
 
@@ -58,6 +58,9 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | N
     if options.resume is not None:
         return resolved, options.resume, init, teacher
     split_name(recipe.data)
+    if recipe.unlabelled is not None:
+        with said_as("--unlabelled"):
+            split_name(recipe.unlabelled)
     if recipe.split is not None:
         check_split(recipe.split)
     if recipe.truth is not None:

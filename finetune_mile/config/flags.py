@@ -30,6 +30,7 @@ FLAGS = {
         "--variant": " | ".join(get_args(Variant)) + ": where paper and published code differ",
         "--arch": "network, such as resnet50, resnet50-sk, timm:NAME",
         "--semi": "none | all | unlabelled: images that imitation draws from",
+        "--unlabelled DIR": "more images for --semi: a folder of photos, or any --data; labels are ignored",
         "--teacher": "for distill: a run folder or a checkpoint file",
         "--trunk": "all | frozen (features once, only a classifier learns) | norm-only | last:N blocks",
         "--keep-head NAME": "keep this head of the file (it may know the labels)",

@@ -127,8 +127,15 @@ class Recipe(Section):
     method: Annotated[str, AfterValidator(_known_method), WithJsonSchema({"type": "string", "enum": [*METHODS]})]
     variant: Variant
     semi: Literal["none", "all", "unlabelled"] = Field(description="images that imitation draws from")
+    unlabelled: str | None = Field(
+        default=None, description="further images for imitation, without their labels: a folder, or as data"
+    )
     labelled_share: float | None = Field(
         default=None, gt=0, lt=1, description="of each batch in imitation, the rest unlabelled; null: as they come"
+    )
+    views: Literal["same", "weak-strong"] = Field(
+        default="same",
+        description="weak-strong: in imitation the teacher labels a view of its own, with crop and flip only",
     )
     teacher: str | None = Field(default=None, description="for distill: a run folder or a file")
     seed: Seed
@@ -182,12 +189,23 @@ class Recipe(Section):
              f"--teacher is for --method {with_file}, and the method is {self.method}"),
             (self.semi != "none" and "teacher" not in needs,
              f"--semi needs a method that imitates; {self.method} learns from labels alone"),
+            (self.unlabelled is not None and "teacher" not in needs,
+             f"--unlabelled needs a method that imitates, such as mile; {self.method} learns from labels alone"),
+            (self.unlabelled is not None and self.semi == "none",
+             "--unlabelled needs --semi all or --semi unlabelled: without it no step draws those images"),
+            (self.views != "same" and "teacher" not in needs,
+             f"views: {self.views} needs a method that imitates, such as mile; {self.method} learns from labels alone"),
+            (self.views != "same" and self.labels_once_per_cycle,
+             f"views: {self.views} is for labels of each batch; with pseudo_labels: cycle the teacher sees the plain "
+             "view already, so leave views out"),
             (self.accumulate > 1 and "whole_batch" in needs,
              f"method {self.method} needs the complete batch at once: set accumulate to 1"),
             (self.labelled_share is not None and self.semi == "none",
              "labelled_share needs --semi all or --semi unlabelled: without it every image is labelled"),
             (self.trunk == "frozen" and self.augment.cutmix > 0,
              "--trunk frozen does not go with augment.cutmix, which needs images: use mixup or --trunk last:0"),
+            (self.trunk == "frozen" and self.views != "same",
+             f"--trunk frozen does not go with views: {self.views}, which needs images: use --trunk last:0"),
             (self.trunk == "frozen" and self.teacher is not None,
              "--trunk frozen does not go with --teacher, which needs images: use --trunk last:0"),
             (self.optimizer.name == "lars" and self.optimizer.nesterov,

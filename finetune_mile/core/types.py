@@ -28,6 +28,7 @@ class Batch(NamedTuple):
     images: Tensor  # (B, 3, H, W) uint8
     labels: Tensor  # (B,) or (B, C), the given labels
     samples: Tensor  # (B,) which ones of the image set
+    weak: Tensor | None = None  # (B, 3, H, W) uint8: the teacher's views, where they are not the student's
 
 
 class Preprocess(Section):

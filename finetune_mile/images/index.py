@@ -61,7 +61,7 @@ class Data:
     """A training and a validation set over the same classes."""
 
     name: str
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # empty where no image has a label; `load_data` refuses that unless it is asked for
     train: ImageSet
     val: ImageSet
     # The source's own numbers for results.json, from probabilities (n, C) and the validation images (n,) of the rows.
@@ -325,6 +325,16 @@ class Picked(Generic[T]):
 
     def __call__(self, index: int) -> T:
         return self.inner(int(self.rows[index]))
+
+
+class Joined(Generic[T]):
+    """The `count` images of one reader, then those of another."""
+
+    def __init__(self, first: Callable[[int], T], count: int, rest: Callable[[int], T]) -> None:
+        self.first, self.count, self.rest = first, count, rest
+
+    def __call__(self, index: int) -> T:
+        return self.first(index) if index < self.count else self.rest(index - self.count)
 
 
 # ------------------------------------------------------------------------------------ image sets

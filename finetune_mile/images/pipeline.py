@@ -52,6 +52,7 @@ DRAWS = ERASE + 1 + 4 * TRIES
 
 ERASED = (0.02, 0.33)  # share of the area, as torchvision has it
 ERASED_ASPECT = (1 / 3.3, 1 / 0.3)  # width by height
+WEAK_SEED = 2**32  # added to a run's seed, which is below it
 STAND_INS = 100  # bad images in a row that end a run
 NOTHING = -1  # in `bad`: no image was found to stand in
 
@@ -266,6 +267,7 @@ class Views(Dataset[tuple[Batch, dict[int, str]]]):
     ) -> None:
         self.images, self.preprocess, self.augmentation, self.seed = images, preprocess, augmentation, seed
         self.pool, self.on_bad = pool, on_bad
+        self.weak: Augmentation | None = None  # of a second view with draws of its own, `Batch.weak`
         self.bad: dict[int, str] = {}
 
     def read(self, keys: list[Key]) -> tuple[Batch, dict[int, str]]:
@@ -276,17 +278,24 @@ class Views(Dataset[tuple[Batch, dict[int, str]]]):
         samples = np.array([sample for _, sample in keys])
         bad: dict[int, str] = {}
         images, shown = zip(*(self._read(int(sample), bad) for sample in samples), strict=True)
+        epochs = np.array([epoch for epoch, _ in keys])
+
+        def stack(augmentation: Augmentation, seed: int) -> Tensor:
+            draws = uniforms(seed, epochs, samples, DRAWS).tolist()
+            return torch.stack(
+                [
+                    random_view(image, self.preprocess, augmentation, draw)
+                    for image, draw in zip(images, draws, strict=True)
+                ]
+            )
+
         if self.augmentation is None:
-            views = [centre_view(image, self.preprocess) for image in images]
+            views = torch.stack([centre_view(image, self.preprocess) for image in images])
         else:
-            epochs = np.array([epoch for epoch, _ in keys])
-            draws = uniforms(self.seed, epochs, samples, DRAWS).tolist()
-            views = [
-                random_view(image, self.preprocess, self.augmentation, draw)
-                for image, draw in zip(images, draws, strict=True)
-            ]
+            views = stack(self.augmentation, self.seed)
+        weak = None if self.weak is None else stack(self.weak, self.seed + WEAK_SEED)
         index = torch.tensor(shown)
-        return Batch(torch.stack(views), self.images.given[index], index), bad
+        return Batch(views, self.images.given[index], index, weak), bad
 
     __getitems__ = read  # what torch's loader calls
 

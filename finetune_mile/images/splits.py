@@ -25,7 +25,7 @@ from finetune_mile.core.download import RemoteFile, fetch
 from finetune_mile.core.files import cache, load_yaml_file, open_regular, shipped, size_in_words
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool, Section
-from finetune_mile.images.index import Data, ImageSet, Names, Picked, locate
+from finetune_mile.images.index import Data, ImageSet, Joined, Names, Picked, locate
 from finetune_mile.images.order import Indices, hashes
 
 if TYPE_CHECKING:
@@ -47,12 +47,16 @@ _TRAIN_NAME = re.compile(r"(.*/)?n\d{8}_\d+(_n\d{8})?\.JPEG$")
 def make_data(name: str, classes: Sequence[str], sets: Iterable[ImageSet], flag: str) -> Data:
     """The data of a source that has training and validation images, or one set of both.
 
-    Of one set, a fifth of each class is for validation: the same images for every seed.
+    Of one set, a fifth of each class is for validation: the same images for every seed. Without classes all are for
+    training.
     """
-    if len(classes) < 2:
-        count = f"only one class ({classes[0]})" if classes else "no labels"
-        raise Problem(f"{flag}: {count}; two are needed")
+    if len(classes) == 1:
+        raise Problem(f"{flag}: only one class ({classes[0]}); two are needed")
     halves = list(sets)
+    if not classes:
+        halves = [dataclasses.replace(half, given=half.given.new_full((len(half),), -1).long()) for half in halves]
+        halves.append(_take(halves[0], np.zeros(0, dtype=np.int64)))
+        return Data(name=name, classes=(), train=halves[0], val=halves[1])
     if len(halves) == 1:
         images = halves[0]
         held_out = stratified(one_label_each(images.given).numpy(), images.ids, VAL_SHARE, seed=0)
@@ -70,6 +74,27 @@ def _take(images: ImageSet, rows: Indices) -> ImageSet:
         images, ids=Names.of(images.ids[i] for i in rows.tolist()), given=images.given[rows],
         truth=None if images.truth is None else images.truth[rows],
         read=Picked(images.read, rows), encoded=Picked(images.encoded, rows),
+    )  # fmt: skip
+
+
+def join_unlabelled(images: ImageSet, extra: ImageSet) -> ImageSet:
+    """Training images, then others whose labels are ignored, called `unlabelled/<id>`.
+
+    They come last, so that the order and the draws of the training images stay the same.
+    """
+    import torch
+
+    folder = "unlabelled"
+    while any(name.startswith(f"{folder}/") for name in images.ids):
+        folder += "+"
+    count, given, truth, encoded = len(images), images.given, images.truth, None
+    if images.encoded is not None and extra.encoded is not None:
+        encoded = Joined(images.encoded, count, extra.encoded)
+    return ImageSet(
+        ids=Names.of([*images.ids, *(f"{folder}/{name}" for name in extra.ids)]),
+        given=torch.cat([given, given.new_full((len(extra), *given.shape[1:]), -1)]),
+        truth=None if truth is None else torch.cat([truth, truth.new_zeros(len(extra), truth.shape[1])]),
+        read=Joined(images.read, count, extra.read), in_memory=images.in_memory and extra.in_memory, encoded=encoded,
     )  # fmt: skip
 
 
@@ -153,7 +178,8 @@ def labelled_pools(
         split: a list of the labelled images; None: the published one for this data and fraction, or a draw.
         calibration: the share of the labelled images that no phase trains on.
     """
-    chosen = choose(data.train.ids, len(data.classes), fraction, split)
+    with_label = int((one_label_each(data.train.given) >= 0).sum())
+    chosen = choose(data.train.ids, len(data.classes), fraction, split, with_label)
     return hold_out(make_pools(data.train, fraction, seed, chosen), calibration, seed)
 
 
@@ -190,6 +216,17 @@ def _check_list(labels: Indices, chosen: Chosen) -> None:
             f"--split {chosen.source}: no image is left of {len(lost)} classes (the first is class number {lost[0]}); "
             "a list must name at least one image of each"
         )
+
+
+def add_unlabelled(pools: Pools, extra: ImageSet) -> Pools:
+    """Pools with further images, whose labels are ignored; which images keep their label does not change."""
+    images = join_unlabelled(pools.images, extra)
+    added = np.arange(len(pools.images), len(images))
+    indices = {
+        name: members if name == "labelled" else np.concatenate([members, added])
+        for name, members in pools.indices.items()
+    }
+    return dataclasses.replace(pools, images=images, indices=indices)
 
 
 def held_out_share(share: float, labelled: int) -> float:
@@ -266,14 +303,25 @@ def published(ids: Sequence[str], num_classes: int, fraction: float) -> SplitCar
     return next((card for card in read_cards() if card.data == "imagenet" and card.fraction == fraction), None)
 
 
-def choose(ids: Sequence[str], num_classes: int, fraction: float, split: str | None) -> Chosen | None:
-    """The images that a list names: --split if given, else the published list; None: draw a stratified split."""
+def choose(
+    ids: Sequence[str], num_classes: int, fraction: float, split: str | None, with_label: int | None = None
+) -> Chosen | None:
+    """The images that a list names: --split if given, else the published list; None: draw a stratified split.
+
+    Args:
+        ids: of all training images.
+        num_classes: C.
+        fraction: the share of the labels that is used.
+        split: a list of the labelled images.
+        with_label: how many of the images have a label; None: all.
+    """
     if split is not None:
-        return Chosen(find(read_list(Path(split)), ids, f"--split {split}", fraction), Path(split).name)
+        found = find(read_list(Path(split)), ids, f"--split {split}", fraction, with_label)
+        return Chosen(found, Path(split).name)
     card = published(ids, num_classes, fraction)
     if card is None:
         return None
-    return Chosen(find(fetch_list(card), ids, f"the published list {card.name}", fraction), card.name)
+    return Chosen(find(fetch_list(card), ids, f"the published list {card.name}", fraction, with_label), card.name)
 
 
 def read_list(path: Path) -> list[str]:
@@ -322,7 +370,9 @@ def fetch_list(card: SplitCard) -> list[str]:
     return names
 
 
-def find(names: Sequence[str], ids: Sequence[str], flag: str, fraction: float) -> Indices:
+def find(
+    names: Sequence[str], ids: Sequence[str], flag: str, fraction: float, with_label: int | None = None
+) -> Indices:
     """The positions in `ids` of the names of a list, sorted; a name that is not there is an error."""
     positions, missing = locate(names, ids)
     if missing:
@@ -334,7 +384,9 @@ def find(names: Sequence[str], ids: Sequence[str], flag: str, fraction: float) -
     indices = np.unique(np.array(positions, dtype=np.int64))
     if len(indices) < len(names):
         raise Problem(f"{flag}: {len(names) - len(indices)} names point to an image that is already listed")
-    share = len(indices) / len(ids)
+    of = len(ids) if with_label is None else with_label
+    share = len(indices) / of
     if fraction < 1 and not 0.5 * fraction <= share <= 2 * fraction:
-        raise Problem(f"{flag} holds {share:.2%} of all images, --fraction is {fraction:.2%}; leave out one of them")
+        images = "images" if of == len(ids) else "labelled images"
+        raise Problem(f"{flag} holds {share:.2%} of all {images}, --fraction is {fraction:.2%}; leave out one of them")
     return indices

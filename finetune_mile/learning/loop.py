@@ -210,7 +210,7 @@ class LabelObjective:
         else:
             assert self.roles.teacher is not None
             with torch.no_grad(), self.accelerator.autocast():
-                teacher_logits = self.roles.teacher(images)
+                teacher_logits = self.roles.teacher(images if batch.weak is None else self.prepare(batch.weak))
             targets = self.method.targets(phase, teacher_logits)
         return torch.maximum(targets, given) if phase.union else targets, teacher_logits
 

@@ -180,7 +180,7 @@ def set_up(recipe: Pretrain, path: Path, signals: Signals) -> Setup:
     world = accelerator.num_processes
     if recipe.batch_size % world:
         raise Problem(f"--batch-size {recipe.batch_size} must be a multiple of processes = {world}")
-    data = load_data(recipe.data)
+    data = load_data(recipe.data, need_labels=False)
     if len(data.train) < 2:
         raise Problem(f"--data {recipe.data}: {len(data.train)} images; views can only be told apart among several")
     size = recipe.size or min(data.train.read(0).shape[-2:])

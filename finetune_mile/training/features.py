@@ -33,7 +33,7 @@ from finetune_mile.core.console import progress
 from finetune_mile.core.files import cache, locked, whole_file, write_json
 from finetune_mile.core.problems import BadImage, Failed, Problem
 from finetune_mile.core.types import Batch, Pool
-from finetune_mile.images.index import BadImages, Bytes, Data, Files, ImageSet, Picked, TarFiles
+from finetune_mile.images.index import BadImages, Bytes, Data, Files, ImageSet, Joined, Picked, TarFiles
 from finetune_mile.images.order import Indices, Key
 from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources.hf import Rows
@@ -263,6 +263,9 @@ def stamper(reader: Bytes) -> Callable[[int], str] | None:
     if isinstance(reader, Picked):
         inner, rows = stamper(reader.inner), reader.rows
         return None if inner is None else lambda index: inner(int(rows[index]))
+    if isinstance(reader, Joined):
+        first, rest, count = stamper(reader.first), stamper(reader.rest), reader.count
+        return None if first is None or rest is None else Joined(first, count, rest)
     if isinstance(reader, Files):
         root, names = Path(reader.root).resolve(), reader.names
         return lambda index: _stamp(f"{root}/{names[index]}")

@@ -37,13 +37,14 @@ def make_plan(recipe: Recipe, *, labelled: int, pool_sizes: dict[Pool, int]) -> 
     total = recipe.steps or max(round((recipe.epochs or 0) * per_epoch), 1)
     pool: Pool = "labelled" if recipe.semi == "none" else recipe.semi
     if pool_sizes[pool] == 0:
-        raise Problem(f"--semi {pool}: there are no such images at --fraction {recipe.fraction:g}; lower the fraction")
+        raise Problem(f"--semi {pool}: there are no such images at --fraction {recipe.fraction:g}; lower the fraction, "
+                      "or add images with --unlabelled DIR")  # fmt: skip
     if recipe.labelled_share is not None:
         pool = "all"  # labelled and unlabelled images, in their shares
         if pool_sizes["unlabelled"] == 0:
             raise Problem(
                 f"labelled_share {recipe.labelled_share:g}: there are no unlabelled images to share a batch with at "
-                f"--fraction {recipe.fraction:g}; lower the fraction"
+                f"--fraction {recipe.fraction:g}; lower the fraction, or add images with --unlabelled DIR"
             )
         if not 0 < labelled_per_batch(recipe) < recipe.batch_size:
             raise Problem(

@@ -27,7 +27,7 @@ from finetune_mile.config.schema import Augment, Recipe
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool, Preprocess
 from finetune_mile.images.pipeline import Augmentation, Views, default_workers
-from finetune_mile.images.sources import load_data
+from finetune_mile.images.sources import load_data, load_unlabelled
 from finetune_mile.images.splits import held_out_share, read_cards
 from finetune_mile.learning.losses import bce
 from finetune_mile.learning.optim import make_optimizer, parameter_groups
@@ -111,7 +111,8 @@ def _lay_out(recipe: Recipe) -> tuple[dict[Pool, int], int, int, Plan, bool]:
     lists = {card.fraction: card.count for card in read_cards() if card.data == scheme}
     labelled = lists.get(recipe.fraction, round(recipe.fraction * train))
     held_out = round(labelled * held_out_share(recipe.calibration, labelled))
-    sizes = {"labelled": labelled - held_out, "unlabelled": train - labelled, "all": train - held_out}
+    more = 0 if recipe.unlabelled is None else len(load_unlabelled(recipe.unlabelled).train)
+    sizes = {"labelled": labelled - held_out, "unlabelled": train - labelled + more, "all": train - held_out + more}
     return sizes, val, classes, make_plan(recipe, labelled=sizes["labelled"], pool_sizes=sizes), False
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +24,8 @@ from finetune_mile.core.types import Batch, Pool, Preprocess
 from finetune_mile.images.index import BadImages, Data, ImageSet
 from finetune_mile.images.order import Indices, Mixture, Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers, normalise
-from finetune_mile.images.sources import load_data
-from finetune_mile.images.splits import Pools, labelled_pools
+from finetune_mile.images.sources import load_data, load_unlabelled
+from finetune_mile.images.splits import Pools, add_unlabelled, labelled_pools
 from finetune_mile.images.truth import with_truth
 from finetune_mile.learning.mixing import Mix, draw_mix
 from finetune_mile.learning.optim import rate_at
@@ -140,6 +142,10 @@ class Setup:
         """This process's parts of the batches of a pool, from a step of that pool on, without end."""
         recipe, augmentation = self.recipe, Augmentation(**self.recipe.augment.of_one_image)
         views = self.viewer.views(self.pools.images, augmentation, self.pools.indices[pool])
+        if recipe.views == "weak-strong":
+            views.weak = Augmentation(
+                crop=augmentation.crop, scale=augmentation.scale, shift=augmentation.shift, flip=augmentation.flip
+            )
         keys = micro_batches(
             self.order(pool), first_step=first_step, batch_size=recipe.batch_size, accumulate=recipe.accumulate,
             rank=self.accelerator.process_index, world=self.accelerator.num_processes,
@@ -254,5 +260,10 @@ def lay_out(recipe: Recipe, data: Data | None = None) -> tuple[Data, Pools, Plan
     pools = labelled_pools(
         data, fraction=recipe.fraction, seed=recipe.seed, split=recipe.split, calibration=recipe.calibration
     )
+    if recipe.unlabelled is not None:
+        extra = load_unlabelled(recipe.unlabelled)
+        pools = add_unlabelled(pools, extra.train)
+        unreadable = Counter(data.unreadable) + Counter(extra.unreadable)
+        data = dataclasses.replace(data, train=pools.images, unreadable=unreadable)
     sizes = {name: len(members) for name, members in pools.indices.items()}
     return data, pools, make_plan(recipe, labelled=sizes["labelled"], pool_sizes=sizes)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import nn
 
 from finetune_mile.config.resolve import to_yaml
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.splits import balanced_weights
 from finetune_mile.learning.loop import LabelObjective, Loop
 from finetune_mile.learning.optim import make_optimizer, parameter_groups
@@ -26,7 +30,16 @@ from finetune_mile.training.setup import Setup
 def open_folder(setup: Setup, path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
     """The run folder with all that is known before the first step; the first process makes or completes it."""
     recipe = setup.recipe
-    notes = {"init.json": setup.report.to_json, "split.json": lambda: setup.pools.to_json(recipe.fraction, recipe.seed)}
+    split = partial(setup.pools.to_json, recipe.fraction, recipe.seed)
+    notes: dict[str, Callable[[], object]] = {"init.json": setup.report.to_json, "split.json": split}
+    if resume and (path / "split.json").is_file():
+        before, now = json.loads((path / "split.json").read_text(encoding="utf-8")), split()
+        if any(before.get(key) != now[key] for key in ("labelled", "unlabelled", "sha256")):
+            raise Problem(
+                f"--resume {path}: the training images changed since the run began: {before.get('labelled')} labelled "
+                f"and {before.get('unlabelled')} not, now {now['labelled']} and {now['unlabelled']}; restore them, or "
+                f"start a new run with --recipe {path}/recipe.yaml"
+            )
     facts = {"card": setup.card.model_dump(mode="json")}
     return open_on_main(setup.accelerator, path, to_yaml(recipe), notes, facts, resume=resume, overwrite=overwrite)
 

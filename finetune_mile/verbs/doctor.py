@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         check_truth(options.truth)
     if options.list is not None:
         check_replaceable(options.list, "--list")
-    data = load_data(options.data)
+    data = load_data(options.data, need_labels=False)
     if options.truth:
         from finetune_mile.images.truth import with_truth
 
@@ -150,6 +150,9 @@ def _class_lines(images: ImageSet, classes: Sequence[str], split: str) -> Iterat
     import torch
 
     given = images.given
+    if not len(classes):
+        yield f"{split}: {len(images):,} images without labels"
+        return
     if given.ndim == 1:
         counts, unlabelled = torch.bincount(given[given >= 0], minlength=len(classes)), int((given < 0).sum())
     else:

@@ -105,16 +105,16 @@ def stoppable(work: Callable[[Accelerator, Signals], None]) -> int:
 
 
 def _embed(options: argparse.Namespace, init: Init, accelerator: Accelerator, signals: Signals) -> None:
-    data = load_data(options.data)
+    data = load_data(options.data, need_labels=False)
     store = features_of(init, data, options, accelerator, signals, path=options.out, views=options.views)
     if not accelerator.is_main_process:
         return
-    train, val = store.features("train"), store.features("val")
+    train = store.features("train")
     skipped = int((store.state("train") == 2).sum() + (store.state("val") == 2).sum())
     if skipped:
         sys.stderr.write(say_skipped(skipped, store.path / "bad_images.csv") + " (their features are NaN)\n")
     sys.stdout.write(
-        f"{store.path}: {len(train):,} training and {len(val):,} validation images, {train.shape[1]:,} features, "
+        f"{store.path}: {len(train):,} training and {len(data.val):,} validation images, {train.shape[1]:,} features, "
         f"{train.dtype}\n"
     )
 

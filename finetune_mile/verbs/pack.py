@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if options.out.exists() and not options.out.is_dir():
         raise Problem(f"{options.out}: is a file; name a directory for the shards")
     split_name(options.source)
-    data = load_data(options.source)
+    data = load_data(options.source, need_labels=False)
     _check_ours(options.out)
     with alone(options.out):
         sys.stdout.write(_pack(options, data) + "\n")

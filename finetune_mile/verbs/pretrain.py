@@ -34,7 +34,7 @@ def build_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--recipe", metavar="FILE", help="a recipe file, or its name below recipes/pretrain/")
     parser.add_argument("--method", help=" | ".join(get_args(Method)))
-    parser.add_argument("--data", help="any --data of run.py; its labels are not looked at")
+    parser.add_argument("--data", help="any --data of run.py, also a folder of unlabelled images; labels are not used")
     parser.add_argument("--arch", help="network, such as resnet-mini, resnet18-cifar, resnet50, timm:NAME")
     parser.add_argument("--steps", help="optimiser steps")
     parser.add_argument("--batch-size", help="images per step, over all processes")
@@ -60,7 +60,7 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
     """All that can be checked before torch is imported; nothing is written."""
     if options.resume is not None:
         path, tree = resumed_recipe(options.resume)
-        if "views" not in tree:
+        if "neighbours" not in tree:
             raise Problem(f"--resume {options.resume}: not a pre-training run; resume it with finetune_mile/run.py")
         return check(tree, {}, [], path, "--resume"), options.resume
     resolved = resolve(given_settings(options, SETTINGS), options.sets)

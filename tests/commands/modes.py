@@ -54,6 +54,7 @@ MODES = {
     "semi-share": [*MILE, *SOFT, *TENTH, "all", *SHARE, "--set", "mile.union=true"],
     "semi-share-cycle": [*MILE, *SOFT, *TENTH, "unlabelled", *SHARE, *CYCLE],
     "mile-augmented": [*MILE, *SOFT, *AUGMENTED],
+    "unlabelled": [*MILE, *SOFT, "--semi", "unlabelled", "--unlabelled", "demo:60", "--set", "views=weak-strong"],
 }
 
 MODES |= {

@@ -352,7 +352,7 @@ def test_folders_that_cannot_work(tmp_path, monkeypatch):
         ("file,label\n", "no line below the header"),
         ("", "the column file is missing"),
         ("file,label\n1.jpg,a\n2.jpg\n", "line 3: expected 2 columns"),
-        ("file,label\n1.jpg,a\n2.jpg,\n", "line 3: the label is empty"),
+        ("file,label\n1.jpg,\n2.jpg,\n", "none of its 2 images has a label"),
         ("file,label\n1.jpg,a\n2.jpg,a\n", "only one class"),
         ("file,label,split\n1.jpg,a,train\n2.jpg,b,train\n", "names no val image"),
         ("file,label,split\n1.jpg,a,train\n2.jpg,b,vla\n", "'vla' is neither train nor val"),

@@ -43,8 +43,8 @@ def naive_mile(letters, *, imitate_from, rho=0.1, batch=8, lr=2e-3):
                 learner.load_state_dict((student if imitate_from == "student" else teacher).state_dict())
             else:
                 student.load_state_dict(learner.state_dict())
-        (images, labels, _), _ = views.read(order.keys(step * batch, batch))
-        images = normalise(images, mean, std)
+        drawn, _ = views.read(order.keys(step * batch, batch))
+        images, labels = normalise(drawn.images, mean, std), drawn.labels
         targets = F.one_hot(labels, 10).float()
         if letter == "S":
             with torch.no_grad():

@@ -121,7 +121,7 @@ def test_the_run_equals_a_naive_loop(run_demo):
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (how.mean, how.std))
     expected, kinds = [], set()
     for step in range(4):
-        (images, labels, _), _ = views.read(Order(np.arange(len(data)), 0).keys(step * 8, 8))
+        (images, labels, *_), _ = views.read(Order(np.arange(len(data)), 0).keys(step * 8, 8))
         images, partner = normalise(images, mean, std), torch.arange(8) ^ 1
         share, box = draw_mix(0, step, 24, 24, mixup=1, cutmix=1)
         other = images[partner].clone()

@@ -122,8 +122,8 @@ def test_labels_change_nothing(tmp_path, whole, monkeypatch):
 
     load = pretraining.load_data
 
-    def unlabelled(name):
-        data = load(name)
+    def unlabelled(name, **options):
+        data = load(name, **options)
         hidden = dataclasses.replace(data.train, given=torch.full_like(data.train.given, -1))
         return dataclasses.replace(data, train=hidden)
 

@@ -5,9 +5,10 @@ A source is one function from the text behind its name to `Data`, and one entry 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 from urllib.parse import unquote
@@ -36,10 +37,36 @@ MOST_GRIDS = 10**6  # of the demo
 PLACELESS = ("demo", "imagenet", *OF_MNIST)  # their name alone is enough
 
 
-def load_data(data: str) -> Data:
+def load_data(data: str, *, need_labels: bool = True) -> Data:
+    """Open the images of --data; images without any label raise unless the caller does without."""
     scheme, where = split_name(data)
     module, _, function = SOURCES[scheme].partition(":")
-    return cast(Callable[[str], Data], getattr(importlib.import_module(module), function))(where)
+    loaded = cast(Callable[[str], Data], getattr(importlib.import_module(module), function))(where)
+    if need_labels and not loaded.classes:
+        raise Problem(
+            f"--data {data}: none of its {len(loaded.train):,} images has a label; expected class folders "
+            "(DIR/CLASS/IMAGE.jpg); images without labels are for finetune-mile pretrain, or for --unlabelled beside "
+            "labelled ones"
+        )
+    return loaded
+
+
+def load_unlabelled(spec: str) -> Data:
+    """Open --unlabelled: its training images are used, of a folder without train/ all images."""
+    with said_as("--unlabelled"):
+        scheme, where = split_name(spec)
+        if scheme == "folder" and "labels=" not in where:
+            where += f"{'&' if '?' in where else '?'}labels=none"
+        return load_data(f"{scheme}:{where}", need_labels=False)
+
+
+@contextlib.contextmanager
+def said_as(flag: str) -> Iterator[None]:
+    """Name another flag where a source says --data."""
+    try:
+        yield
+    except Problem as problem:
+        raise Problem(*(sentence.replace("--data", flag, 1) for sentence in problem.sentences)) from problem
 
 
 def scheme_and_place(data: str) -> tuple[str, str]:

@@ -1,4 +1,8 @@
-"""Folders of images: a folder with images in it is a class. `train/` and `val/`, or one tree that is split."""
+"""Folders of images: a folder with images in it is a class. `train/` and `val/`, or one tree that is split.
+
+Images without labels: a folder of nothing but images, any tree with `?labels=none`, and `unlabelled/` beside the
+others.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,10 @@ from pathlib import Path
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.index import Data, Files, Scan, count_endings, number, say_unreadable, scan_tree, to_set
 from finetune_mile.images.sources import read_options
-from finetune_mile.images.splits import make_data
+from finetune_mile.images.splits import join_unlabelled, make_data
 
 VAL_NAMES = ("val", "validation", "valid", "test")
+UNLABELLED = ("unlabelled", "unlabeled")
 
 
 def load(where: str) -> Data:
@@ -19,32 +24,61 @@ def load(where: str) -> Data:
     Args:
         where: the directory; `DIR?depth=2` names classes by the first two folders, ignoring deeper ones, and
             `DIR?val=test` evaluates on that folder beside train/ (else val/, or test/ where there is no val/).
+            `DIR?labels=none` takes all images without a label, whatever folder they are in.
     """
-    place, options = read_options("folder", where, ("depth", "val"))
-    root, flag = Path(place), f"--data folder:{where}"
-    depth = options.get("depth")
+    place, options = read_options("folder", where, ("depth", "val", "labels"))
+    if options.get("labels", "none") != "none":
+        raise Problem(f"--data folder:{where}: labels={options['labels']} must be none, or left out")
+    root, flag, depth = Path(place), f"--data folder:{where}", options.get("depth")
     if depth is not None and (not depth.isdecimal() or int(depth[:9]) < 1):
         raise Problem(f"{flag}: depth={depth} must be a number of folders, such as depth=1")
-    folders = [root]
+    labelled, folders, extra = "labels" not in options, [root], None
     if (root / "train").is_dir():
         names = (options["val"],) if "val" in options else VAL_NAMES
         folders = [root / "train", *(root / name for name in names if (root / name).is_dir())][:2]
-        if len(folders) == 1:
+        if len(folders) == 1 and labelled:
             raise Problem(f"{flag}: there is a train/ but no {names[0]}/ beside it")
+        extra = next((root / name for name in UNLABELLED if (root / name).is_dir()), None)
     scans = [scan_tree(folder, flag) for folder in folders]
-    train_names = class_names(scans[0], flag, depth)
-    labels, classes = [train_names], sorted(set(train_names))
-    if len(folders) > 1:
-        labels.append(class_names(scans[1], f"{flag} ({folders[1].name}/)", depth))
-        unknown = sorted(set(labels[1]) - set(classes))
-        if unknown:
-            raise Problem(f"{flag}: {folders[1].name}/ has classes that train/ lacks: {', '.join(unknown[:5])}")
+    if folders == [root] and len(scans[0].names) and not any("/" in n for n in (*scans[0].names, *scans[0].empty)):
+        labelled = False  # nothing but images
+    labels = [
+        class_names(scan, flag if folder == folders[0] else f"{flag} ({folder.name}/)", depth)
+        if labelled
+        else _no_labels(scan, flag)
+        for folder, scan in zip(folders, scans, strict=True)
+    ]
+    if folders == [root]:
+        tops = tuple(f"{name}/" for name in UNLABELLED)
+        labels = [["" if file.startswith(tops) else name for file, name in zip(scans[0].names, labels[0], strict=True)]]
+    classes = sorted(set(labels[0]) - {""})
+    unknown = sorted(set(labels[-1]) - {*classes, ""})
+    if unknown:
+        raise Problem(f"{flag}: {folders[1].name}/ has classes that train/ lacks: {', '.join(unknown[:5])}")
+    if len(classes) == 1:
+        raise Problem(
+            f"{flag}: only one class ({classes[0]}); two are needed (for images without labels write "
+            f"folder:{place}?labels=none)"
+        )
     sets = [
         to_set(scan.names, number(names, classes), Files(folder, scan.names))
         for folder, scan, names in zip(folders, scans, labels, strict=True)
     ]
     data = make_data(root.resolve().name, classes, sets, flag)
+    if extra is not None:
+        scans.append(scan_tree(extra, flag))
+        no_labels = number(_no_labels(scans[-1], f"{flag} ({extra.name}/)"), ())
+        more = to_set(scans[-1].names, no_labels, Files(extra, scans[-1].names))
+        data = dataclasses.replace(data, train=join_unlabelled(data.train, more))
     return dataclasses.replace(data, unreadable=count_endings([name for scan in scans for name in scan.unread]))
+
+
+def _no_labels(scan: Scan, flag: str) -> list[str]:
+    """An empty class name for every image of a scan."""
+    if not len(scan.names):
+        unread = count_endings(scan.unread)
+        raise Problem(f"{flag}: no images{f': {say_unreadable(unread)}' if unread else ''}")
+    return [""] * len(scan.names)
 
 
 def class_names(scan: Scan, flag: str, depth: str | None = None) -> list[str]:
@@ -61,5 +95,8 @@ def class_names(scan: Scan, flag: str, depth: str | None = None) -> list[str]:
     folders = [name.rpartition("/")[0] for name in scan.names]
     if "" in folders:
         stray = scan.names[folders.index("")]
-        raise Problem(f"{flag}: {stray} is not in a class folder; expected one folder per class: CLASS/IMAGE.jpg")
+        raise Problem(
+            f"{flag}: {stray} is not in a class folder; expected one folder per class: CLASS/IMAGE.jpg (images without "
+            "labels go into unlabelled/, or are given with --unlabelled DIR)"
+        )
     return folders if depth is None else ["/".join(name.split("/")[: int(depth[:9])]) for name in folders]

@@ -24,8 +24,9 @@ TRAIN, VAL = ("train", "training"), ("val", "valid", "validation", "test")
 def load_csv(where: str) -> Data:
     """Read a CSV file with the columns `file,label`, or `file,labels` with several labels separated by `;`.
 
-    Optional columns: `split` (train, val; without it a fifth of each class is held out) and `truth` (the true label
-    set, separated by `;`). Paths are relative to the CSV file, or to a folder beside it that is named like the split.
+    An image with an empty label is unlabelled. Optional columns: `split` (train, val; without it a fifth of each class
+    is held out) and `truth` (the true label set, separated by `;`). Paths are relative to the CSV file, or to a folder
+    beside it that is named like the split.
 
     Args:
         where: the file; `FILE?separator=|` where several labels are separated by something else than `;`.
@@ -37,10 +38,11 @@ def load_csv(where: str) -> Data:
     several = "labels" in rows[0]
     if not several and "label" not in rows[0]:
         raise Problem(f"{flag}: the column label (or labels) is missing; there are {', '.join(rows[0])}")
-    sets = [split_labels(row["labels"], separator) if several else [row["label"].strip()] for row in rows]
+    sets = [
+        split_labels(row["labels"], separator) if several else [name for name in [row["label"].strip()] if name]
+        for row in rows
+    ]
     truths = [split_labels(row["truth"], separator) for row in rows] if "truth" in rows[0] else None
-    if not several and [""] in sets:
-        raise Problem(f"{flag} line {sets.index(['']) + 2}: the label is empty")
     classes = sorted({name for names in [*sets, *(truths or ())] for name in names})
 
     def half(group: list[int]) -> ImageSet:
@@ -50,7 +52,7 @@ def load_csv(where: str) -> Data:
         if split and not (root / files[0]).exists() and (root / split / files[0]).exists():
             root = root / split
         chosen = [sets[i] for i in group]
-        ids = files if several else unique_ids([names[0] for names in chosen], files)
+        ids = files if several else unique_ids([names[0] if names else "unlabelled" for names in chosen], files)
         if len(set(ids)) < len(ids):
             twice = next(name for i, name in enumerate(ids) if name in ids[:i])
             raise Problem(f"{flag}: {twice} is listed twice in the same split")
