@@ -14,7 +14,6 @@ from rich.table import Table
 
 from finetune_mile.config.resolve import Resolved, flat
 from finetune_mile.images.index import say_unreadable
-from finetune_mile.images.splits import one_label_each
 from finetune_mile.learning.phases import Phase, trace
 from finetune_mile.training.plan import Plan
 
@@ -48,7 +47,8 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
         f"{f'{aside:,} are held out for rho: auto, ' if aside else ''}"
         f"{len(setup.data.val):,} to evaluate on, {setup.num_classes:,} classes"
     )
-    unused = int((one_label_each(setup.data.train.given) < 0).sum())
+    given = setup.data.train.given
+    unused = len(given) - int(((given > 0).any(1) if given.ndim == 2 else given >= 0).sum())
     if recipe.semi == "none" and unused:
         out.print(f"        {unused:,} images have no label and are not used; use them with --method mile --semi all")
     if setup.data.unreadable:
