@@ -87,6 +87,11 @@ def count(recipe: Recipe) -> Work:
     warnings = recipe.rules.warnings(recipe.block, plan, generations, classes)
     if plan.steps_per_epoch < 1:
         warnings = [f"a batch of {recipe.batch_size} is more than the {labelled:,} labelled images", *warnings]
+    if recipe.trunk == "frozen":
+        warnings = [
+            "the time is that of training on images; with --trunk frozen each image passes the network once",
+            *warnings,
+        ]
     return Work(
         plan=plan, pools=pools, val=val, classes=classes, here=here, epochs=plan.total_steps / plan.steps_per_epoch,
         imitation_steps=steps, generations=generations, label_bytes=label_bytes, warnings=warnings,

@@ -67,7 +67,7 @@ class Viewer:
         return normalise(images.to(device, non_blocking=True), mean, std)
 
     def get_ready(self) -> None:
-        """Called before the first batch; nothing here."""
+        """With a frozen trunk: compute the features, before a progress bar is shown."""
 
     def views(self, images: ImageSet, augmentation: Augmentation | None = None, pool: Indices | None = None) -> Views:
         """The views of training or validation images; arguments as in `Views`."""

@@ -48,7 +48,8 @@ def train(setup: Setup, folder: RunFolder) -> int:
     """Train what is left, then finish; returns the exit code."""
 
     def work() -> dict[str, object]:
-        setup.viewer.get_ready()
+        if setup.complete is not None:
+            setup.viewer.get_ready()
         learner, monitor = train_phases(setup, folder)
         spread = weight_spread(setup.network)
         finish(setup, learner, folder)

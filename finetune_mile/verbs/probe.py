@@ -99,7 +99,7 @@ def _probe(options: argparse.Namespace, inits: list[Init], accelerator: Accelera
     rows = [row | facts[row["init"]] for row in ranking(probed)]
     result = {
         "data": data.name, "fraction": options.fraction, "seeds": seeds, "k": options.k, "labels": len(labelled[0]),
-        "images": len(data.val), "classes": len(data.classes), "majority": majority(data, labelled[0]), "probes": rows,
+        "images": len(data.val), "classes": len(data.classes), "majority": majority(data), "probes": rows,
     }  # fmt: skip
     show(result)
     if options.json is not None:

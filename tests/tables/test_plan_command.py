@@ -50,6 +50,8 @@ def test_warnings_name_the_number():
     assert "the budget holds one generation" in text
     assert "rho 0.002 is near the prior 1/C = 0.001; and there is no warm-up" in text
     assert count(one_percent("mile.warmup=100", **SCHEDULE)).warnings == []
+    (frozen,) = count(one_percent("mile.warmup=100", **SCHEDULE, trunk="frozen")).warnings
+    assert "with --trunk frozen each image passes the network once" in frozen
     long = count(one_percent("mile.warmup=900", **SCHEDULE))
     assert long.warnings[0] == "warm-up is most of the budget: 900 of 1,000 steps"
     assert count(demo(data="demo:40", batch_size=64)).warnings[0] == "a batch of 64 is more than the 40 labelled images"
