@@ -44,6 +44,8 @@ FLAGS = {
         "--batch-size": "global batch, over all processes",
         "--lr": "base learning rate",
         "--flip": "true | false: mirror training images; false for digits, text and left-right classes",
+        "--head-init": "random | probe: start the classifier as a linear probe of the labelled images",
+        "--keep": "last | best: best lets held-out labels decide how far the weights move from the start",
         "--seed": "of split, order, augmentation and head",
         "--track": "none | tensorboard | wandb",
     },

@@ -95,6 +95,8 @@ def choose_recipe(flags: Mapping[str, Any]) -> tuple[Path, str]:
         for path in (shipped("recipes") / "ssl" / f"{name}.yaml" for name in names):
             if path.is_file():
                 return path, f"no --recipe: {family.method} weights on ImageNet"
+    if init in (None, "none"):
+        return shipped("recipes") / "scratch.yaml", "no --recipe and no --init: from random weights"
     return shipped("recipes") / "finetune.yaml", "no --recipe: fine-tuning on your images"
 
 

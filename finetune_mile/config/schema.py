@@ -12,7 +12,17 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model, model_validator
 
 from finetune_mile.core.problems import did_you_mean
-from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, Amount, Policy, Positive, Section, Seed
+from finetune_mile.core.types import (
+    LARGEST_BATCH,
+    MOST_STEPS,
+    MOST_WORKERS,
+    NO,
+    Amount,
+    Policy,
+    Positive,
+    Section,
+    Seed,
+)
 from finetune_mile.methods import METHODS, Activation, Method, get_method
 from finetune_mile.methods.pseudo_labels import Rho
 
@@ -51,8 +61,10 @@ for _method in map(get_method, METHODS):
 class Optimizer(Section):
     """One optimiser for all phases; the learning rate is a function of the step alone."""
 
-    name: Literal["sgd", "adamw", "lars"]
-    lr: float = Field(gt=0)
+    name: Literal["sgd", "adamw", "lars", "relative"] = Field(
+        description="relative: Adam whose rate for each tensor is a share of the tensor's own size"
+    )
+    lr: float = Field(gt=0, description="relative: the share, such as 0.003")
     head_lr: float | None = Field(gt=0, description="the classifier's own rate; null: the same")
     momentum: float = Field(ge=0, lt=1, description="adamw: its first beta")
     nesterov: bool
@@ -93,8 +105,9 @@ class Augment(Section):
 class Evaluate(Section):
     """When and how to measure."""
 
-    images: int | None = Field(gt=0, description="validation images at each phase's end; null: all")
+    images: int | None = Field(ge=0, description="validation images at each phase's end; null: all, 0: none")
     every: Amount | None = Field(description="also every so often inside a phase; null: phase ends only")
+    phases: bool = Field(default=True, description="evaluate, and inspect a new teacher's labels, at each phase's end")
     prediction_set: Literal["threshold", "argmax_or_threshold"] = Field(
         description="what counts as predicted in f1@... and coverage@...: p > t, or that and the best class"
     )
@@ -140,10 +153,17 @@ class Recipe(Section):
     teacher: str | None = Field(default=None, description="for distill: a run folder or a file")
     seed: Seed
     steps: int | None = Field(default=None, gt=0, le=MOST_STEPS, description="budget in optimiser steps")
-    epochs: float | None = Field(default=None, gt=0, le=10**6, description="or in epochs of the labelled images")
+    epochs: Annotated[float, Field(gt=0, le=10**6)] | Literal["auto"] | None = Field(
+        default=None, description="or in epochs of the labelled images; auto: 10 of few images to 3 of many"
+    )
     batch_size: int = Field(gt=0, le=LARGEST_BATCH, description="over all processes and accumulated parts")
     accumulate: int = Field(default=1, gt=0, description="parts that a batch is computed in")
-    precision: Literal["no", "fp16", "bf16"] = "no"
+    precision: Annotated[Literal["no", "fp16", "bf16", "auto"], NO] = Field(
+        default="no", description="auto: bf16 where the processor computes in it, else no"
+    )
+    channels_last: bool = Field(
+        default=False, description="memory layout; convolutions are two to three times as fast on CPUs"
+    )
     sync_batch_norm: bool = False
     head_bias: Literal["zero", "prior"] = Field(description="prior: -log C, sigmoids start at 1/C")
     head_weight: Literal["normal", "zero"] = Field(default="normal", description="normal: std 0.01; zero: as SimCLR's")
@@ -155,6 +175,15 @@ class Recipe(Section):
         "that are computed once",
     )
     feature_dtype: Literal["float16", "float32"] = Field(default="float16", description="for trunk: frozen, on disk")
+    head_init: Literal["random", "probe"] = Field(
+        default="random", description="probe: the classifier starts as a linear probe of the labelled images"
+    )
+    batch_norm: Literal["train", "frozen"] = Field(
+        default="train", description="frozen: normalise with the statistics of the checkpoint"
+    )
+    keep: Literal["last", "best"] = Field(
+        default="last", description="best: held-out labels decide how far the weights move from the start"
+    )
     class_weights: Literal["none", "balanced"]
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="share of a given label that is divided among all classes"
@@ -208,8 +237,12 @@ class Recipe(Section):
              f"--trunk frozen does not go with views: {self.views}, which needs images: use --trunk last:0"),
             (self.trunk == "frozen" and self.teacher is not None,
              "--trunk frozen does not go with --teacher, which needs images: use --trunk last:0"),
-            (self.optimizer.name == "lars" and self.optimizer.nesterov,
-             "optimizer.nesterov: true does not go with lars"),
+            (self.optimizer.name in ("lars", "relative") and self.optimizer.nesterov,
+             f"optimizer.nesterov: true does not go with {self.optimizer.name}"),
+            (self.optimizer.name == "relative" and self.optimizer.head_lr is not None,
+             "optimizer.head_lr does not go with relative: each tensor has its own rate"),
+            (self.head_init == "probe" and self.keep_head is not None,
+             "--keep-head and --head-init probe: give one of them"),
         ]  # fmt: skip
         for sentence in [
             *method.check(method.settings(self), self),

@@ -77,6 +77,7 @@ def in_steps(amount: int | str, *, total_steps: int, steps_per_epoch: float) -> 
 
 
 OFF = BeforeValidator(lambda word: "off" if word is False else word)  # YAML reads a bare `off` as false
+NO = BeforeValidator(lambda word: "no" if word is False else word)  # and a bare `no`
 Amount = Annotated[int | str, AfterValidator(check_amount)]
 Positive = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

@@ -91,6 +91,7 @@ class Loop:
     accumulate: int
     clip: float | None
     reset_optimizer: bool  # forget the momentum when the learner's weights are swapped
+    frozen_norm: bool = False  # batch norm keeps the statistics that it has
 
     def train(self, phases: Sequence[Phase], first_step: int, monitor: Monitor) -> None:
         """Train what is left of `phases`, the complete list, after `first_step` optimiser steps."""
@@ -107,7 +108,7 @@ class Loop:
                 decided = [self.state.as_decided(each) for each in phases]
                 feeds[phase.pool] = self.feed(phase.pool, drawn(step, decided)[phase.pool])
             for done_now in range(done + 1, phase.steps + 1):
-                self.network.train()
+                self._train_mode()
                 record = StepRecord(step, phase, done_now, self.rate(step), torch.zeros((), device=self.device))
                 self._step(feeds[phase.pool], record)
                 step = record.step = step + 1
@@ -120,6 +121,13 @@ class Loop:
     def device(self) -> torch.device:
         device: torch.device = self.accelerator.device
         return device
+
+    def _train_mode(self) -> None:
+        self.network.train()
+        if self.frozen_norm:
+            for module in self.network.modules():
+                if isinstance(module, nn.modules.batchnorm._NormBase):
+                    module.eval()
 
     def _enter(self, phase: Phase) -> None:
         self.roles.enter(phase)
@@ -142,6 +150,10 @@ class Loop:
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update()
+
+    def learner(self) -> nn.Module:
+        """What is evaluated and exported: the bare learner, with averaged weights where they are kept."""
+        return self.roles.learner if self.average is None else self.average.network()
 
     def state_dict(self) -> dict[str, Any]:
         return {

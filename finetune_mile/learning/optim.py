@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune_mile.networks.heads import get_head
+
+LEAST_SIZE = 0.01  # of a tensor that starts at zero
 
 
 def rate_at(
@@ -79,10 +81,39 @@ def decay_groups(
     return [g for g in groups if g["params"]]
 
 
+def relative_groups(network: nn.Module, *, lr: float, weight_decay: float) -> list[dict[str, object]]:
+    """A group for each tensor, whose rate is `lr` times the root mean square of the tensor as it is now.
+
+    A bias can start at zero: it takes the size of the weight of its layer; the classifier's takes the mean length of
+    the classifier's rows.
+    """
+    head, groups = get_head(network), list[dict[str, object]]()
+    for module in network.modules():
+        weight = getattr(module, "weight", None)
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad:
+                continue
+            size = float(parameter.detach().float().square().mean().sqrt())
+            if name == "bias" and isinstance(weight, Tensor):
+                size = float(weight.detach().float().square().mean().sqrt())
+                if module is head:
+                    size = float(weight.detach().float().norm(dim=1).mean())
+            rate = lr * (size or LEAST_SIZE)
+            decay = weight_decay if parameter.ndim > 1 else 0.0
+            groups.append({"params": [parameter], "lr": rate, "base_lr": rate, "weight_decay": decay})
+    return groups
+
+
 def make_optimizer(
-    name: Literal["sgd", "adamw", "lars"], groups: list[dict[str, object]], *, momentum: float, nesterov: bool
+    name: Literal["sgd", "adamw", "lars", "relative"],
+    groups: list[dict[str, object]],
+    *,
+    momentum: float,
+    nesterov: bool,
 ) -> torch.optim.Optimizer:
-    """SGD, AdamW (momentum is its first beta) or timm's LARS."""
+    """SGD, AdamW (momentum is its first beta), timm's LARS, or Adam for `relative_groups`."""
+    if name == "relative":
+        return torch.optim.AdamW(groups, lr=1.0, betas=(momentum, 0.999), eps=1e-12)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=1.0, momentum=momentum, nesterov=nesterov and momentum > 0)
     if name == "adamw":

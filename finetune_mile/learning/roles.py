@@ -73,15 +73,19 @@ class Roles:
     in eval mode; student and init are plain tensors. Only the roles that the phases use take memory.
     """
 
-    def __init__(self, learner: nn.Module, phases: Sequence[Phase], teacher: nn.Module | None = None) -> None:
+    def __init__(
+        self, learner: nn.Module, phases: Sequence[Phase], teacher: nn.Module | None = None, *, keep_init: bool = False
+    ) -> None:
         """Start with every role at the learner's weights.
 
         Args:
             learner: the bare network, on its device.
             phases: what will be trained.
             teacher: a network from outside that never learns (distillation), of any architecture.
+            keep_init: remember the first weights, also where no phase starts from them.
         """
         used = {role for phase in phases for role in (phase.start, *phase.becomes)}
+        used |= {"init"} if keep_init else set()
         imitates = any(phase.name == "imitation" for phase in phases)
         self.learner = learner
         self.brought = teacher is not None

@@ -3,6 +3,7 @@
 # The measures that a reader looks for first: key in results.json, meaning, unit.
 CLOSING = (
     ("accuracy", "top-1 on the given label", "%"),
+    ("probe_accuracy", "the same for the linear probe that the run started from", "%"),
     ("digit_accuracy", "top-1 among the digit classes", "%"),
     ("colour_on_digits", "mean output of the colour shown", ""),
     ("real_acc", "top-1 is in the true set", "%"),

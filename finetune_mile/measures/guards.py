@@ -142,6 +142,21 @@ class LossAlarm:
             setattr(self, key, value)
 
 
+def worse_than_probe(results: Mapping[str, float]) -> str | None:
+    """A sentence if the accuracy is below that of the linear probe that the run started from, beyond chance."""
+    if not {"accuracy", "probe_accuracy"} <= results.keys():
+        return None
+    accuracy, probe = results["accuracy"], results["probe_accuracy"]
+    images = int(results.get("images_with_label", results["images"]))
+    if 100 * wilson(accuracy / 100, images)[1] >= probe:
+        return None
+    return (
+        f"Fine-tuning made this model worse: accuracy {accuracy:.1f} %, and the linear probe that it started from has "
+        f"{probe:.1f} %. Use --keep best, or fewer --steps; if the images must not be mirrored or cropped (digits, "
+        "text), set augment.flip=false and augment.crop=none."
+    )
+
+
 def learned_nothing(results: Mapping[str, float], *, steps: int, data: str, advice: str) -> str | None:
     """A sentence if the accuracy is that of guessing, or less than a constant answer has; None if it is better.
 

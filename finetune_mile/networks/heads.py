@@ -5,7 +5,7 @@ import re
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
@@ -71,6 +71,56 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias, weight: HeadW
         if weight == "zero":
             head.weight.zero_()
         head.bias.fill_(-math.log(num_classes) if bias == "prior" else 0.0)
+
+
+class StandardisedLinear(nn.Linear):
+    """A linear classifier on (features - mean) * scale, which stay as they are. D features, C classes."""
+
+    mean: Tensor  # (D,)
+    scale: Tensor  # (D,)
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.register_buffer("mean", torch.zeros(in_features))
+        self.register_buffer("scale", torch.ones(in_features))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(B, D) to (B, C)."""
+        return super().forward((features - self.mean) * self.scale)
+
+    @torch.no_grad()
+    def folded(self) -> nn.Linear:
+        """The same classifier as a plain linear layer on the features."""
+        plain = nn.Linear(self.in_features, self.out_features)
+        weight = self.weight.double() * self.scale.double()
+        plain.weight.copy_(weight)
+        plain.bias.copy_(self.bias.double() - weight @ self.mean.double())
+        return plain
+
+
+def set_head(network: nn.Module, head: nn.Linear) -> None:
+    """Put a linear layer in the place of the classifier."""
+    old = get_head(network)
+    name = next(name for name, module in network.named_modules() if module is old)
+    parent, _, last = name.rpartition(".")
+    setattr(network.get_submodule(parent), last, head)
+
+
+class Features(nn.Module):
+    """The features (B, D) that a network's classifier sees."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        handle = get_head(self.network).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            self.network(images)
+        finally:
+            handle.remove()
+        return seen[0]
 
 
 def get_head(network: nn.Module) -> nn.Linear:

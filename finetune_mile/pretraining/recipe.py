@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from finetune_mile.config.resolve import Merged, find_recipe, put_flags, read_yaml, set_settings, validated
-from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, Amount, Positive, Section, Seed
+from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, NO, Amount, Positive, Section, Seed
 
 FOLDER = "pretrain"  # below recipes/
 GRIDS = ("demo", "multi-mnist")
@@ -146,7 +146,7 @@ class Pretrain(Section):
     byol: BYOL | None = None
     swav: SwAV | None = None
     neighbours: Neighbours
-    precision: Literal["no", "fp16", "bf16"] = "no"
+    precision: Annotated[Literal["no", "fp16", "bf16"], NO] = "no"
     sync_batch_norm: bool = False
     workers: int | None = Field(
         default=None, ge=0, le=MOST_WORKERS, description="loader processes; null: from the cores"

@@ -58,6 +58,14 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
         learning = sum(p.numel() for p in setup.network.parameters() if p.requires_grad)
         way = "on features that are computed once, without augmentation" if recipe.trunk == "frozen" else "on images"
         out.print(f"trunk   {recipe.trunk}: {learning:,} parameters learn, {way}")
+    if recipe.head_init == "probe":
+        rate = f", the rate of each tensor is {recipe.optimizer.lr:g} of its size"
+        out.print(
+            "start   the classifier is a linear probe of the labelled images"
+            f"{', batch norm is frozen' if recipe.batch_norm == 'frozen' else ''}"
+            f"{rate if recipe.optimizer.name == 'relative' else ''}"
+            f"{', a trial decides how far the weights go' if recipe.keep == 'best' else ''}"
+        )
     share = recipe.batch_size // (world * recipe.accumulate)
     out.print(
         f"method  {recipe.method} ({recipe.variant} variant): {plan.total_steps:,} steps = "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.images.index import say_skipped
 from finetune_mile.images.splits import label_names
-from finetune_mile.measures.guards import learned_nothing, lower_rates
+from finetune_mile.measures.guards import learned_nothing, lower_rates, worse_than_probe
+from finetune_mile.networks.heads import StandardisedLinear, get_head, set_head
 from finetune_mile.pages.report import gallery_images, model_card, write_report
 from finetune_mile.training.display import closing_table
-from finetune_mile.training.folder import RunFolder
+from finetune_mile.training.folder import START, RunFolder
 from finetune_mile.training.setup import Setup
 
 LABEL_BATCH = 65536  # rows written at once
@@ -33,11 +36,15 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
         return
     skipped = len(viewer.bad.read())
     results |= {"bad_images": skipped, "unreadable_files": sum(data.unreadable.values())}
+    start = folder.path / START
+    if start.is_file():
+        results["probe_accuracy"] = json.loads(start.read_text(encoding="utf-8"))["accuracy"]
     write_json(folder.path / "results.json", results)
     warning = learned_nothing(
         results, steps=recipe.steps or 0, data=recipe.data,
         advice=lower_rates(recipe.optimizer.lr, recipe.optimizer.head_lr),
     )  # fmt: skip
+    warning = warning or worse_than_probe(results)
     if logits is not None:
         good = ~logits.isnan().all(1)
         labelled = labelled[good.numpy()]
@@ -50,6 +57,10 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
         "classes": list(data.classes), **viewer.preprocess.model_dump(mode="json"),
         "activation": recipe.activation, "init": recipe.init, "method": recipe.method,
     }  # fmt: skip
+    head = get_head(learner)
+    if isinstance(head, StandardisedLinear):
+        learner = copy.deepcopy(learner)
+        set_head(learner, head.folded())
     write_export(folder.path / "export", setup.with_trunk(learner), config)
     with whole_file(folder.path / "export/README.md") as part:
         part.write_text(model_card(recipe, config, results, warning), encoding="utf-8")

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.config.resolve import flat, read_yaml
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 KEPT_CHECKPOINTS = 2
 MADE_BY = {"made_by": "finetune_mile"}  # the mark in run.json of a folder that a run made
 LOCK = "checkpoints/.lock"
+START = "start.json"  # scores of the network before the first step
+TRIAL = "trial"  # a run folder inside a run folder
 AT_WORK = "{}: another process is at work on this run; wait for it, or stop it first"
 
 # Every file that a run writes, as globs below its folder; --overwrite removes these and nothing else. The recipe is
@@ -36,8 +38,10 @@ AT_WORK = "{}: another process is at work on this run; wait for it, or stop it f
 # TensorBoard's files are.
 WRITTEN = (
     "recipe.yaml", "init.json", "split.json", "metrics.jsonl", "results.json", "labels.parquet", "bad_images.csv",
-    "report.html", "views.png", "checkpoints/step-*.pt", "export/model.safetensors", "export/config.json",
+    "report.html", "views.png", "start.json", "checkpoints/step-*.pt", "export/model.safetensors", "export/config.json",
     "export/README.md", "export/checkpoint.ckpt", "pseudo_labels/generation-*/block-*.safetensors",
+    "trial/checkpoints/step-*.pt", "trial/checkpoints/.lock", "trial/*.json", "trial/*.jsonl", "trial/recipe.yaml",
+    "trial/pseudo_labels/generation-*/block-*.safetensors",
     "{name}/events.out.tfevents.*", "{name}/*/events.out.tfevents.*", "{name}/*/hparams.yml",
 )  # fmt: skip
 
@@ -241,9 +245,10 @@ def remove_written(folder: Path, patterns: tuple[str, ...] = WRITTEN) -> None:
             for path in [*folder.glob(f"{head}/{one}" if head else one)]:
                 if not path.is_dir() or path.is_symlink():
                     path.unlink()
-    for pattern in dict.fromkeys(p.rpartition("/")[0] for p in reversed(patterns)):
-        for path in folder.glob(pattern.format(name=glob.escape(folder.name))) if pattern else ():
-            if not path.is_symlink() and not any(path.iterdir()):
+    above = {str(parent) for pattern in patterns for parent in PurePosixPath(pattern).parents} - {"."}
+    for pattern in sorted(above, key=lambda pattern: -pattern.count("/")):
+        for path in folder.glob(pattern.format(name=glob.escape(folder.name))):
+            if path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
                 path.rmdir()
 
 

@@ -95,7 +95,7 @@ class Monitor:
     def on_step(self, record: StepRecord) -> None:
         self._window.append(record)
         evaluate = self.evaluation_due(record.step, ended=record.ended)
-        save = evaluate or record.step % self.checkpoint_every == 0
+        save = evaluate or record.step == self.plan.total_steps or record.step % self.checkpoint_every == 0
         if save or record.step % self.log_every == 0:
             self._flush(record)
         if save:
@@ -211,7 +211,11 @@ class LabelMonitor(Monitor):
             self.evaluate(step, phase, ended=ended)
 
     def evaluation_due(self, step: int, *, ended: bool) -> bool:
-        return ended or (self.evaluate_every is not None and step % self.evaluate_every == 0)
+        if self.setup.recipe.evaluate.images == 0:
+            return False
+        if step == self.plan.total_steps or (ended and self.setup.recipe.evaluate.phases):
+            return True
+        return self.evaluate_every is not None and step % self.evaluate_every == 0
 
     def evaluate(self, step: int, phase: Phase, *, ended: bool) -> None:
         """Scores of the learner, and a new teacher's labels; both go into metrics.jsonl."""

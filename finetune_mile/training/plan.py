@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool
 from finetune_mile.learning.phases import Budget, Phase
+
+LEAST_STEPS = 100  # of `epochs: auto`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,8 @@ def make_plan(recipe: Recipe, *, labelled: int, pool_sizes: dict[Pool, int]) -> 
         pool_sizes: images in each pool.
     """
     per_epoch = labelled / recipe.batch_size
-    total = recipe.steps or max(round((recipe.epochs or 0) * per_epoch), 1)
+    epochs = auto_epochs(labelled) if recipe.epochs == "auto" else recipe.epochs or 0
+    total = recipe.steps or max(round(epochs * per_epoch), LEAST_STEPS if recipe.epochs == "auto" else 1)
     pool: Pool = "labelled" if recipe.semi == "none" else recipe.semi
     if pool_sizes[pool] == 0:
         raise Problem(f"--semi {pool}: there are no such images at --fraction {recipe.fraction:g}; lower the fraction, "
@@ -54,6 +58,11 @@ def make_plan(recipe: Recipe, *, labelled: int, pool_sizes: dict[Pool, int]) -> 
     budget = Budget(total_steps=total, steps_per_epoch=per_epoch, pool=pool)
     phases = tuple(recipe.rules.phases(recipe.block, budget))
     return Plan(total_steps=total, steps_per_epoch=per_epoch, pool=pool, phases=phases)
+
+
+def auto_epochs(labelled: int) -> float:
+    """Passes over so many labelled images: 10 of a thousand or fewer, 3 of ten thousand or more."""
+    return min(max(10 * math.sqrt(1000 / labelled), 3.0), 10.0)
 
 
 def labelled_per_batch(recipe: Recipe) -> int:

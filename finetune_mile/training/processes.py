@@ -41,10 +41,20 @@ def start(*, precision: Precision, seed: int, track: str, project: str) -> Accel
     return accelerator
 
 
-def wanted_precision(recipe: Precision) -> Precision:
+def wanted_precision(recipe: Precision | Literal["auto"]) -> Precision:
     """`accelerate launch --mixed_precision` wins over the recipe, as flags do."""
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return "fp16" if launched == "fp16" else "bf16" if launched == "bf16" else recipe
+    if launched in ("fp16", "bf16"):
+        return "fp16" if launched == "fp16" else "bf16"
+    return recipe if recipe != "auto" else "bf16" if computes_in_bf16() else "no"
+
+
+def computes_in_bf16() -> bool:
+    """Has the processor instructions for bfloat16? Without them it is slower than float32."""
+    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU") is None:
+        return bool(torch.cuda.is_bf16_supported())
+    known = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # torch has no public name for them
+    return any(bool(getattr(torch.cpu, name, bool)()) for name in known)
 
 
 def use_threads() -> int:

@@ -52,6 +52,7 @@ class Viewer:
     seed: int
     batch_size: int  # of a forward pass, over all processes
     wanted_workers: int | None  # loader processes; None: from the cores
+    layout: torch.memory_format = torch.contiguous_format  # of the network's input
 
     @property
     def workers(self) -> int:
@@ -64,7 +65,7 @@ class Viewer:
         """uint8 images (B, 3, H, W) to the network's input, on the device."""
         device = self.accelerator.device
         mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std))
-        return normalise(images.to(device, non_blocking=True), mean, std)
+        return normalise(images.to(device, non_blocking=True, memory_format=self.layout), mean, std)
 
     def get_ready(self) -> None:
         """With a frozen trunk: compute the features, before a progress bar is shown."""
@@ -226,13 +227,15 @@ def set_up(recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, si
         init, arch=recipe.arch, num_classes=len(data.classes), head_bias=recipe.head_bias,
         head_weight=recipe.head_weight, keep_head=recipe.keep_head, head_from=recipe.head_from,
     )  # fmt: skip
+    if recipe.channels_last:
+        network.to(memory_format=torch.channels_last)
     own = {"size": recipe.size, "crop": recipe.crop, "mean": recipe.mean, "std": recipe.std}
     preprocess = card.preprocess.model_copy(update={key: value for key, value in own.items() if value is not None})
     teacher = None if teacher_init is None else load_teacher(teacher_init, classes=data.classes, seen=preprocess)
     viewer = Viewer(
         accelerator=accelerator, signals=signals, data=data, preprocess=preprocess, seed=recipe.seed,
         bad=BadImages(path / "bad_images.csv", recipe.data), batch_size=recipe.batch_size,
-        wanted_workers=recipe.workers,
+        wanted_workers=recipe.workers, layout=torch.channels_last if recipe.channels_last else torch.contiguous_format,
     )  # fmt: skip
     complete = None
     if recipe.trunk == "frozen":

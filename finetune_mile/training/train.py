@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,21 +13,24 @@ from pathlib import Path
 from torch import nn
 
 from finetune_mile.config.resolve import to_yaml
+from finetune_mile.core.files import write_json
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.splits import balanced_weights
+from finetune_mile.images.splits import Pools, balanced_weights, hold_out
 from finetune_mile.learning.loop import LabelObjective, Loop
-from finetune_mile.learning.optim import make_optimizer, parameter_groups
+from finetune_mile.learning.optim import make_optimizer, parameter_groups, relative_groups
 from finetune_mile.learning.phases import RunView
 from finetune_mile.learning.roles import Average, Roles
 from finetune_mile.measures.guards import LossAlarm, lower_rates
 from finetune_mile.training import resume
 from finetune_mile.training.display import Display
 from finetune_mile.training.finish import finish
-from finetune_mile.training.folder import RunFolder, open_on_main
+from finetune_mile.training.folder import START, TRIAL, RunFolder, open_on_main
 from finetune_mile.training.labelling import pool_labeller
 from finetune_mile.training.monitor import LabelMonitor, recorded
+from finetune_mile.training.plan import LEAST_STEPS, make_plan
 from finetune_mile.training.processes import warn_of_spread, weight_spread
 from finetune_mile.training.setup import Setup
+from finetune_mile.training.start import between, start_head
 
 
 def open_folder(setup: Setup, path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
@@ -50,7 +56,9 @@ def train(setup: Setup, folder: RunFolder) -> int:
     def work() -> dict[str, object]:
         if setup.complete is not None:
             setup.viewer.get_ready()
-        learner, monitor = train_phases(setup, folder)
+        share = choose_share(setup, folder)
+        loop, monitor = train_phases(setup, folder)
+        learner = loop.learner() if share == 1 else between(loop.learner(), loop.roles.weights("init"), share)
         spread = weight_spread(setup.network)
         finish(setup, learner, folder)
         speed = round(monitor.images_seen / monitor.busy_seconds, 1) if monitor.busy_seconds else None
@@ -59,9 +67,16 @@ def train(setup: Setup, folder: RunFolder) -> int:
     return recorded(setup.accelerator, folder, setup.viewer.signals, work)
 
 
-def train_phases(setup: Setup, folder: RunFolder) -> tuple[nn.Module, LabelMonitor]:
-    """The phases that are left; returns what is evaluated and exported, and the monitor."""
+def train_phases(setup: Setup, folder: RunFolder) -> tuple[Loop, LabelMonitor]:
+    """Train the phases that are left."""
     recipe, accelerator, plan = setup.recipe, setup.accelerator, setup.plan
+    if recipe.head_init == "probe":
+        fit = not folder.saved()
+        start_head(setup, fit=fit)
+        if fit and recipe.evaluate.images != 0:
+            scores = setup.evaluate(setup.network, None)
+            if accelerator.is_main_process:
+                write_json(folder.path / START, scores)
     with Display(plan.total_steps, visible=accelerator.is_main_process) as display:
         loop = make_loop(setup, folder, display)
         if recipe.track != "none":
@@ -72,7 +87,7 @@ def train_phases(setup: Setup, folder: RunFolder) -> tuple[nn.Module, LabelMonit
         if extra is not None:
             monitor.resume(step, extra)
         loop.train(plan.phases, step, monitor)
-    return setup.network if loop.average is None else loop.average.network(), monitor
+    return loop, monitor
 
 
 def make_loop(setup: Setup, folder: RunFolder, display: Display) -> Loop:
@@ -82,12 +97,16 @@ def make_loop(setup: Setup, folder: RunFolder, display: Display) -> Loop:
     if recipe.sync_batch_norm and accelerator.num_processes > 1:
         network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
     network.to(accelerator.device)
-    roles = Roles(network, setup.plan.phases, None if setup.teacher is None else setup.teacher.to(accelerator.device))
+    teacher = None if setup.teacher is None else setup.teacher.to(accelerator.device)
+    roles = Roles(network, setup.plan.phases, teacher, keep_init=recipe.keep == "best")
     images = setup.pools.images
     state = recipe.rules.State(
         RunView(roles=roles, num_classes=setup.num_classes, given=images.given, held_out=setup.calibrate)
     )
-    groups = parameter_groups(network, lr=settings.lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay)
+    if settings.name == "relative":
+        groups = relative_groups(network, lr=settings.lr, weight_decay=settings.weight_decay)
+    else:
+        groups = parameter_groups(network, lr=settings.lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay)
     groups += state.parameter_groups()
     bare = make_optimizer(settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov)
     wrapped, optimizer = accelerator.prepare(network, bare)
@@ -105,6 +124,7 @@ def make_loop(setup: Setup, folder: RunFolder, display: Display) -> Loop:
         accelerator=accelerator, network=wrapped, roles=roles, optimizer=optimizer, state=state, objective=objective,
         average=None if settings.ema is None else Average(network, settings.ema), feed=setup.feed, rate=setup.rate,
         accumulate=recipe.accumulate, clip=settings.clip, reset_optimizer=recipe.optimizer_state == "reset",
+        frozen_norm=recipe.batch_norm == "frozen",
     )  # fmt: skip
 
 
@@ -119,3 +139,72 @@ def alarm(setup: Setup) -> LossAlarm:
         untrained_loss=recipe.rules.untrained_loss, num_classes=setup.num_classes, given_labels=labels,
         head_bias=recipe.head_bias, advice=lower_rates(recipe.optimizer.lr, recipe.optimizer.head_lr),
     )  # fmt: skip
+
+
+# -------------------------------------------------------------------- how far fine-tuning goes
+
+FEW_LABELS = 200  # below, a hold-out is noise
+MOST_LABELS = 20_000  # above, a trial would cost more than it can save
+HELD_OUT = 0.2
+SHARES = (1.0, 0.5)  # in the order of preference
+
+
+def choose_share(setup: Setup, folder: RunFolder) -> float:
+    """How far the weights of a run go from the first ones (0) to the last ones (1).
+
+    All the way for `keep: last`, and with very many labels. Otherwise a trial decides: a run that holds a fifth of the
+    labels out, in a folder of its own inside the run's, where a stopped one is continued. It takes the first of SHARES
+    that is not worse on these labels than the first weights are. Few labels cannot judge: half the way.
+    """
+    if setup.recipe.keep == "last":
+        return 1.0
+    path = folder.path / TRIAL
+    decided = path / "decision.json"
+    if decided.is_file():
+        return float(json.loads(decided.read_text(encoding="utf-8"))["share"])
+    accelerator, labelled = setup.accelerator, len(setup.pools.indices["labelled"])
+    try:
+        pools = hold_out(setup.pools, HELD_OUT, setup.recipe.seed) if labelled >= FEW_LABELS else None
+    except Problem:  # sets of labels, or one image a class
+        pools = None
+    if pools is None:
+        return 0.5
+    if labelled > MOST_LABELS:
+        return 1.0
+    trial = _trial(setup, pools)
+    if accelerator.is_main_process and not (path / "recipe.yaml").is_file():
+        RunFolder.create(path, to_yaml(trial.recipe), overwrite=False)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        sys.stderr.write(
+            f"trial   {trial.plan.total_steps:,} steps with {len(pools.calibration):,} labels held out, "
+            "which decide how far the weights go; then the run with all labels\n"
+        )
+    loop, _ = train_phases(trial, RunFolder.reopen(path))
+    learner, first = loop.learner(), loop.roles.weights("init")
+    losses = {share: _held_out_loss(trial, between(learner, first, share)) for share in (*SHARES, 0.0)}
+    share = next((each for each in SHARES if losses[each] <= losses[0.0]), 0.0)
+    if accelerator.is_main_process:
+        facts = {"share": share, "held_out": len(pools.calibration), "losses": {f"{k:g}": v for k, v in losses.items()}}
+        write_json(decided, facts)
+    accelerator.free_memory()
+    return share
+
+
+def _trial(setup: Setup, pools: Pools) -> Setup:
+    """The set-up of a run without the held-out labels, whose steps shrink with them; it is not evaluated."""
+    sizes = {name: len(members) for name, members in pools.indices.items()}
+    total = setup.plan.total_steps
+    steps = max(round(total * sizes["labelled"] / len(setup.pools.indices["labelled"])), min(total, LEAST_STEPS))
+    evaluate = setup.recipe.evaluate.model_copy(update={"images": 0})
+    recipe = setup.recipe.model_copy(update={"steps": steps, "evaluate": evaluate, "track": "none"})
+    plan = make_plan(recipe, labelled=sizes["labelled"], pool_sizes=sizes)
+    return dataclasses.replace(setup, recipe=recipe, pools=pools, plan=plan, network=copy.deepcopy(setup.network))
+
+
+def _held_out_loss(trial: Setup, network: nn.Module) -> float:
+    """Minus the mean log share of the given label among the probabilities of all classes: more labels cost nothing."""
+    logits, given = trial.calibrate(network)
+    probabilities = trial.probabilities(logits.double())
+    shares = probabilities / probabilities.sum(1, keepdim=True).clamp(min=1e-30)
+    return -float(shares.gather(1, given.unsqueeze(1)).clamp(min=1e-30).log().mean())

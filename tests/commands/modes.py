@@ -63,6 +63,16 @@ MODES |= {
     "role": [*OTHER, "role"],
 }
 
+RULES = ["--data", "demo:400", "--head-init", "probe", "--keep", "best", "--lr", "0.003"]
+RULES += [
+    "--set=batch_norm=frozen",
+    "--set=channels_last=true",
+    "--set=mile.union=true",
+    "--set=optimizer.name=relative",
+]
+RULES += ["--set=optimizer.head_lr=null", "--set=optimizer.nesterov=false"]
+MODES |= {"first-run": [*MILE, *RULES]}
+
 DIGITS = "--data colored-mnist of digits that are drawn"
 PENALTY = ["--recipe", "ood/colored-mnist", DIGITS, "--steps", "24", "--batch-size", "16", "--lr", "0.01"]
 PENALTY += ["--set", "optimizer.name=sgd", "--set", "log_every=1", "--method"]

@@ -1,0 +1,134 @@
+"""The default on one's own photos: a probe as the start, a trial that decides how far to go, the first weights told."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+import finetune_mile
+from finetune_mile.measures.guards import worse_than_probe
+from finetune_mile.run import main
+from finetune_mile.training import train as training
+
+COLOURS = {"red": (160, 90, 90), "green": (90, 160, 90), "blue": (90, 90, 160)}
+LITTLE = ["--init", "simclr-demo", "--set", "size=24", "--set", "workers=0", "--set", "checkpoint_every=4"]
+LITTLE += ["--steps", "12", "--k-t", "3", "--k-s", "3", "--batch-size", "8", "--set", "log_every=1"]
+LITTLE += ["--set", "precision=no"]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Noise with a tint: 20 training and 10 validation images of each of three classes."""
+    root, draw = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for part, count in (("train", 20), ("val", 10)):
+        for name, tint in COLOURS.items():
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.clip(draw.normal(tint, 500, (32, 32, 3)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    return root
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Sixty labels are enough for a trial."""
+    monkeypatch.setattr(training, "FEW_LABELS", 30)
+
+
+def results(run):
+    return json.loads((run / "results.json").read_text())
+
+
+def test_a_default_run_is_not_below_its_probe(photos, tmp_path, few, capsys):
+    out = tmp_path / "run"
+    assert main([*LITTLE, "--data", f"folder:{photos}", "--out", str(out)]) == 0
+    scores, decision = results(out), json.loads((out / "trial/decision.json").read_text())
+    assert scores["probe_accuracy"] == json.loads((out / "start.json").read_text())["accuracy"]
+    assert scores["accuracy"] >= max(scores["probe_accuracy"] - 10, 60)
+    assert decision["held_out"] == 12
+    assert decision["losses"][f"{decision['share']:g}"] <= decision["losses"]["0"]
+    printed = capsys.readouterr().err
+    assert "start   the classifier is a linear probe of the labelled images, batch norm is frozen" in printed
+    assert "trial   12 steps with 12 labels held out" in printed
+    recipe = (out / "recipe.yaml").read_text()
+    assert "name: relative" in recipe
+    assert "union: true" in recipe
+    classifier = finetune_mile.load_classifier(str(out))
+    files = sorted((photos / "val").rglob("*.png"))
+    right = sum(classifier.predict(str(file))[0][0] == file.parent.name for file in files)
+    assert 100 * right / len(files) == pytest.approx(scores["accuracy"]), "the export is what was evaluated"
+
+
+@pytest.mark.parametrize("step", [5, 12])
+def test_a_stop_in_the_trial_or_after_it_changes_nothing(photos, tmp_path, few, stop_at, step):
+    flags = [*LITTLE, "--data", f"folder:{photos}"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert main([*flags, "--out", str(whole)]) == 0
+    stop_at(step)
+    arguments = [*flags, "--out", str(stopped)]
+    for _ in range(2):  # the trial has that step, and the run itself
+        assert main(arguments) == 143
+        arguments = ["--resume", str(stopped)]
+    stop_at(None)
+    assert main(["--resume", str(stopped)]) == 0
+    ours, theirs = (load_file(run / "export/model.safetensors") for run in (stopped, whole))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    assert results(stopped) == results(whole)
+
+
+def test_few_labels_go_half_the_way_without_a_trial(photos, tmp_path):
+    runs = {keep: tmp_path / keep for keep in ("best", "last")}
+    for keep, out in runs.items():
+        assert main([*LITTLE, "--data", f"folder:{photos}", "--keep", keep, "--out", str(out)]) == 0
+        assert not (out / "trial").exists()
+    half, whole = (load_file(run / "export/model.safetensors") for run in runs.values())
+    init = finetune_mile.load("simclr-demo").state_dict()
+    middle = (init["conv1.weight"] + whole["conv1.weight"]) / 2
+    assert half["conv1.weight"].allclose(middle, atol=1e-6)
+    assert not half["conv1.weight"].allclose(whole["conv1.weight"], atol=1e-5)
+    for name in ("bn1.running_mean", "bn1.running_var"):
+        assert whole[name].equal(init[name]), "batch norm keeps the statistics of the checkpoint"
+
+
+def test_overwrite_replaces_a_run_with_its_trial(photos, tmp_path, few):
+    flags = [*LITTLE, "--data", f"folder:{photos}", "--out", str(tmp_path / "run")]
+    assert main(flags) == 0
+    assert main([*flags, "--overwrite", "--keep", "last"]) == 0
+    assert not (tmp_path / "run/trial").exists()
+
+
+def test_a_model_that_is_worse_than_its_probe_says_so():
+    scores = {"accuracy": 40.0, "probe_accuracy": 50.0, "images": 1000.0}
+    assert worse_than_probe(scores).startswith(
+        "Fine-tuning made this model worse: accuracy 40.0 %, and the linear probe"
+    )
+    assert worse_than_probe(scores | {"images": 40.0}) is None, "forty images cannot tell"
+    assert worse_than_probe(scores | {"accuracy": 49.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--set", "optimizer.nesterov=true"], "optimizer.nesterov: true does not go with relative"),
+        (["--set", "optimizer.head_lr=0.1"], "optimizer.head_lr does not go with relative"),
+        (["--keep-head", "fc"], "--keep-head and --head-init probe: give one of them"),
+        (["--keep", "first"], "--keep first"),
+    ],
+)
+def test_settings_that_do_not_go_together(photos, tmp_path, capsys, flags, sentence):
+    assert main([*LITTLE, "--data", f"folder:{photos}", "--out", str(tmp_path / "run"), *flags]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_rules_go_with_a_frozen_trunk(photos, tmp_path, few, monkeypatch):
+    """The probe, trained on: the export joins the backbone and the folded classifier."""
+    monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "run"
+    assert main([*LITTLE, "--data", f"folder:{photos}", "--trunk", "frozen", "--out", str(out)]) == 0
+    assert results(out)["accuracy"] >= results(out)["probe_accuracy"] - 10
+    classifier = finetune_mile.load_classifier(str(out))
+    files = sorted((photos / "val").rglob("*.png"))
+    right = sum(classifier.predict(str(file))[0][0] == file.parent.name for file in files)
+    assert 100 * right / len(files) == pytest.approx(results(out)["accuracy"], abs=4)
