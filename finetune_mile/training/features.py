@@ -84,6 +84,7 @@ def embed(
     arch: str,
     about: Mapping[str, str],
     dtype: Dtype,
+    mixed: bool = True,
     contents: bool = False,
     path: Path | None = None,
     rows: Mapping[Split, Indices] | None = None,
@@ -97,6 +98,7 @@ def embed(
         arch: the name of the network, with all that its weights do not say, such as the padding.
         about: --init and --data, for people.
         dtype: on disk.
+        mixed: compute in the accelerator's mixed precision, if it has one; False: in float32.
         contents: identify images by their contents, instead of path, size and modification time.
         path: the store; None: one in the cache that is named by its key.
         rows: the images that are needed; None: all.
@@ -108,7 +110,8 @@ def embed(
     shared: list[Any] = [None, None, None]
     with contextlib.ExitStack() as held:
         if main:
-            facts = depends_on(network, arch, viewer, dtype=dtype, contents=contents)
+            precision = accelerator.mixed_precision if mixed else "no"
+            facts = depends_on(network, arch, viewer, dtype=dtype, precision=precision, contents=contents)
             key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
             store = Store(path or cache() / "features" / key[:24])
             check_store(store, facts)
@@ -140,7 +143,7 @@ def embed(
         total = sum(len(indices) for _, _, indices in todo)
         with progress(f"features of {about.get('init', '')}", total, quiet=not main) as advance:
             for split, view, indices in todo:
-                _fill(viewer, network, store, split, view, indices, advance)
+                _fill(viewer, network, store, split, view, indices, advance, mixed=mixed)
         accelerator.wait_for_everyone()
     return store
 
@@ -189,9 +192,11 @@ class FrozenViewer(Viewer):
     store: Store | None = None
 
     def get_ready(self) -> None:
-        """Compute the features that are not on disk yet."""
+        """Compute the features that are not on disk yet: in float32, as `embed` and `probe` do by default."""
         about = {"init": self.init, "data": self.bad.data}
-        self.store = embed(self.images, self.trunk, arch=self.arch, about=about, dtype=self.dtype, rows=self.needed)
+        self.store = embed(
+            self.images, self.trunk, arch=self.arch, about=about, dtype=self.dtype, mixed=False, rows=self.needed
+        )
 
     def prepare(self, images: Tensor) -> Tensor:
         return images.to(self.accelerator.device, non_blocking=True)
@@ -231,12 +236,14 @@ def full_name(report: LoadReport) -> str:
 # ---------------------------------------------------------------------------------------- what features depend on
 
 
-def depends_on(network: nn.Module, arch: str, viewer: Viewer, *, dtype: Dtype, contents: bool) -> dict[str, Any]:
+def depends_on(
+    network: nn.Module, arch: str, viewer: Viewer, *, dtype: Dtype, precision: str, contents: bool
+) -> dict[str, Any]:
     """All that decides the numbers in a store."""
     return {
         "format": FORMAT, "network": arch, "weights": weights_hash(network),
         "preprocess": viewer.preprocess.model_dump(mode="json"), "dtype": dtype,
-        "precision": viewer.accelerator.mixed_precision,
+        "precision": precision,
         "images": {
             "by": "contents" if contents else "path, size and modification time",
             "train": images_hash(viewer.data.train, contents=contents),
@@ -362,7 +369,7 @@ def _width(network: nn.Module, viewer: Viewer) -> int:
 @torch.no_grad()
 def _fill(
     viewer: Viewer, network: nn.Module, store: Store, split: Split, view: int, indices: Indices,
-    advance: Callable[[int], None],
+    advance: Callable[[int], None], *, mixed: bool,
 ) -> None:  # fmt: skip
     """Compute and write the rows of `indices`; each process has its part of them."""
     accelerator = viewer.accelerator
@@ -383,7 +390,7 @@ def _fill(
         for part in parts:
             for at in range(0, len(part), size):
                 batch = next(loaded)
-                with accelerator.autocast():
+                with accelerator.autocast() if mixed else contextlib.nullcontext():
                     rows = network(viewer.prepare(batch.images)).float().cpu()
                 members = part[at : at + size]
                 unread = torch.from_numpy(np.isin(members, list(views.bad)))

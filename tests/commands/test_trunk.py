@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from shortcuts import SHORT, SHORT_MILE, losses
 
 import finetune_mile
+from finetune_mile.cli import main as embed
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import load_data
 from finetune_mile.networks.heads import build, get_head, new_head
@@ -106,6 +108,19 @@ def test_features_are_found_again_under_another_name_and_other_settings(run_demo
     assert len(embedded) == 500
     run_demo("third", *SHORT_MILE, *FROZEN, "--seed", "1")  # other random weights
     assert len(embedded) == 1000
+
+
+def test_a_run_finds_the_features_of_embed(run_demo, embedded):
+    """Also a run in another precision: its features are computed in float32."""
+    assert embed(["embed", "--init", "simclr-demo", "--data", "demo:400"]) == 0
+    assert len(embedded) == 500
+    flags = [*SHORT_MILE, "--init", "simclr-demo", "--arch", "resnet-demo", "--trunk", "frozen"]
+    AcceleratorState._reset_state()  # a process has one precision otherwise
+    try:
+        run_demo("run", *flags, "--set", "precision=bf16")
+    finally:
+        AcceleratorState._reset_state()
+    assert len(embedded) == 500
 
 
 def test_only_what_a_run_needs_is_embedded(run_demo, embedded):
