@@ -179,7 +179,8 @@ def test_every_card_is_valid():
 
 def test_the_schema_is_fresh():
     """`python tests/test_house.py` writes it anew."""
-    assert json.loads((ROOT / "recipes/schema.json").read_text()) == file_schema()
+    fresh = json.loads((ROOT / "recipes/schema.json").read_text()) == file_schema()
+    assert fresh, "run `python tests/test_house.py`: it writes recipes/schema.json"
 
 
 def test_nothing_of_this_machine_is_in_the_tree():

@@ -36,7 +36,7 @@ def smoothed(targets: Tensor, smoothing: float) -> Tensor:
 def bce(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
     """Binary cross-entropy, summed over classes and averaged over the batch (Eq. 1): a scalar.
 
-    A mean over classes instead would divide the learning rate by C.
+    With SGD, a mean over classes would divide the learning rate by C; `loss_of_new_head` assumes the sum.
 
     Args:
         logits: (B, C).

@@ -12,7 +12,8 @@ To add a method, write a module with `phases` and add its line to METHODS; every
     check           (block, recipe) -> sentences about settings that do not go together
     warnings        (block, budget, generations, num_classes) -> sentences about what is likely not intended
     phases          (block, budget) -> the phases of a run
-    targets         (phase, teacher_logits (B, C)) -> labels (B, C) of an imitation; default: phase.values.labels(...)
+    targets         (phase, teacher_logits (B, C)) -> labels (B, C) of an imitation; default: phase.values.labels(...);
+                    given labels are changed in `loss` (wan.py)
     loss            (phase, logits, targets, step) -> scalar; default: the loss that the phase names
     untrained_loss  (phase, num_classes, labels, head_bias) -> loss before the first step; None: not comparable
     State           what it remembers between steps (`learning/phases.py`)
