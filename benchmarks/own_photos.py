@@ -52,17 +52,17 @@ def facts(run: Path) -> dict[str, float]:
 
 
 def moved(run: Path) -> float:
-    """The distance of the exported backbone from the checkpoint, in per cent of the checkpoint's own length."""
+    """The distance of the exported weights from the checkpoint's, in per cent of the length of those."""
     import yaml
     from safetensors.torch import load_file
 
     import finetune_mile
 
-    before = finetune_mile.load(yaml.safe_load((run / "recipe.yaml").read_text())["init"]).state_dict()
+    network = finetune_mile.load(yaml.safe_load((run / "recipe.yaml").read_text())["init"])
+    before = {name: parameter.detach().double() for name, parameter in network.named_parameters()}
     after = load_file(run / "export/model.safetensors")
-    names = [name for name, tensor in before.items() if tensor.is_floating_point() and name in after]
-    change = sum(float((after[name] - before[name]).double().square().sum()) for name in names)
-    return 100 * math.sqrt(change / sum(float(before[name].double().square().sum()) for name in names))
+    change = sum(float((after[name] - tensor).square().sum()) for name, tensor in before.items())
+    return 100 * math.sqrt(change / sum(float(tensor.square().sum()) for tensor in before.values()))
 
 
 def interval(values: list[float]) -> str:
