@@ -61,7 +61,7 @@ def test_a_default_run_is_not_below_its_probe(photos, tmp_path, few, capsys):
     assert 100 * right / len(files) == pytest.approx(scores["accuracy"]), "the export is what was evaluated"
 
 
-@pytest.mark.parametrize("step", [5, 12])
+@pytest.mark.parametrize("step", [pytest.param(5, marks=pytest.mark.slow), 12])
 def test_a_stop_in_the_trial_or_after_it_changes_nothing(photos, tmp_path, few, stop_at, step):
     flags = [*LITTLE, "--data", f"folder:{photos}"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
