@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from finetune_mile.config.resolve import Merged, find_recipe, put_flags, read_yaml, set_settings, validated
+from finetune_mile.config.resolve import FLAG_PATHS, Merged, find_recipe, put_flags, read_yaml, set_settings, validated
 from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, NO, Amount, Positive, Section, Seed
 
 FOLDER = "pretrain"  # below recipes/
@@ -208,9 +208,7 @@ def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
 def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path: Path, why: str) -> Resolved:
     """Put the layers on top of each other and validate once."""
     wrong: list[str] = []
-    flags = {
-        "optimizer.lr" if key == "lr" else key: (value, "--" + key.replace("_", "-")) for key, value in given.items()
-    }
+    flags = {FLAG_PATHS.get(key, key): (value, "--" + key.replace("_", "-")) for key, value in given.items()}
     merged = Merged()
     merged.add(tree, {}, "recipe", f"recipe {path.name}: ")
     put_flags(merged, flags | set_settings(sets, wrong))

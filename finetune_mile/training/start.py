@@ -1,4 +1,4 @@
-"""Where fine-tuning starts, and how far it goes: a probe as the classifier, and a trial that held-out labels judge."""
+"""The two ends of fine-tuning: a probe as the first classifier, and weights between the first and the last ones."""
 
 from __future__ import annotations
 

@@ -110,13 +110,14 @@ def make_loop(setup: Setup, folder: RunFolder, display: Display) -> Loop:
     groups += state.parameter_groups()
     bare = make_optimizer(settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov)
     wrapped, optimizer = accelerator.prepare(network, bare)
+    environments = 0 if images.environment is None else int(images.environment.max()) + 1
     weights = None
     if recipe.class_weights == "balanced":
         weights = balanced_weights(images.given, setup.num_classes).to(accelerator.device)
     objective = LabelObjective(
         accelerator=accelerator, network=wrapped, roles=roles, method=recipe.rules, state=state,
         num_classes=setup.num_classes, total_steps=setup.plan.total_steps, class_weights=weights,
-        environment=images.environment, prepare=setup.viewer.prepare,
+        environment=images.environment, environments=environments, prepare=setup.viewer.prepare,
         label_pool=pool_labeller(setup, roles, folder.path, display.labels) if recipe.labels_once_per_cycle else None,
         label_smoothing=recipe.label_smoothing, mixing=setup.mixing,
     )  # fmt: skip
