@@ -58,12 +58,13 @@ class ImageSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """A training and a validation set over the same classes."""
+    """Training, validation and perhaps test images over the same classes."""
 
     name: str
     classes: tuple[str, ...]  # empty where no image has a label; `load_data` refuses that unless it is asked for
     train: ImageSet
     val: ImageSet
+    test: ImageSet | None = None  # scored once, when a run is finished; nothing may depend on them
     # The source's own numbers for results.json, from probabilities (n, C) and the validation images (n,) of the rows.
     extra_scores: Callable[[Tensor, Tensor], dict[str, float]] | None = None
     unreadable: Mapping[str, int] = field(default_factory=dict)  # files beside the images, by ending: .heic, .dng, ...
@@ -427,7 +428,7 @@ class BadImages:
         """List bad images; raise if there are more than are allowed.
 
         Args:
-            split: train or val.
+            split: train, val or test.
             ids: of all images of that split.
             bad: index to reason.
         """

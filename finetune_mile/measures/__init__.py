@@ -1,5 +1,7 @@
 """Measures: predictions, scores and their intervals, and the warnings that follow from them."""
 
+from collections.abc import Mapping
+
 # The measures that a reader looks for first: key in results.json, meaning, unit.
 CLOSING = (
     ("accuracy", "top-1 on the given label", "%"),
@@ -14,3 +16,29 @@ CLOSING = (
     ("lrap", "label ranking average precision", "%"),
     ("coverage@0.25", "labels per image at 0.25", ""),
 )
+
+
+def closing_rows(results: Mapping[str, float]) -> list[tuple[str, str, str, str]]:
+    """Key, value, unit and meaning of the closing measures that a run has, those of test images last."""
+    return [
+        (f"{prefix}{key}", f"{results[prefix + key]:.2f}", unit, meaning + where)
+        for prefix, where in (("", ""), ("test_", ", on the test images"))
+        for key, meaning, unit in CLOSING
+        if prefix + key in results
+    ]
+
+
+def say_images(results: Mapping[str, float], *, trial: bool) -> list[str]:
+    """Which images the numbers of a run are of, and what the run knew of them."""
+    sentences = [f"Scores are of {int(results['images']):,} validation images, which were evaluated during the run."]
+    if "test_images" in results:
+        sentences.append(
+            f"Scores that begin with test_ are of {int(results['test_images']):,} test images, which were scored once, "
+            "with the final weights; nothing was chosen on them."
+        )
+    if trial:
+        sentences.append(
+            "Held-out labels of the trial chose how far the weights went (trial/decision.json); their losses are no "
+            "test."
+        )
+    return sentences

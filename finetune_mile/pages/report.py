@@ -14,7 +14,7 @@ from finetune_mile.config.resolve import to_yaml
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.files import whole_file
 from finetune_mile.images.index import say_skipped, say_unreadable
-from finetune_mile.measures import CLOSING
+from finetune_mile.measures import closing_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
 GALLERY = 18
 VIEWED, CELL = 12, 84  # images whose views a pre-training run shows, and about how large
-CARD_MEASURES = ("accuracy", "real_acc", "f1@0.25", "f1@0.5", "trivial_f1", "lrap", "coverage@0.25")
+CARD_MEASURES = ("accuracy", "test_accuracy", "real_acc", "f1@0.25", "f1@0.5", "trivial_f1", "lrap", "coverage@0.25")
 
 
 def render(template: str, **values: object) -> str:
@@ -50,9 +50,12 @@ def data_url(png: bytes) -> str:
 
 
 def write_report(
-    setup: Setup, shown: Tensor, folder: RunFolder, results: dict[str, float], warning: str | None
+    setup: Setup, shown: Tensor, folder: RunFolder, results: dict[str, float], notes: list[str], warning: str | None
 ) -> None:
-    """Write report.html into the run folder; `shown` are the learner's logits on the `gallery_images`."""
+    """Write report.html into the run folder; `shown` are the learner's logits on the `gallery_images`.
+
+    `notes` are sentences about the results.
+    """
     unread = [say_skipped(int(results["bad_images"]), Path("bad_images.csv"))] if results.get("bad_images") else []
     unread += [say_unreadable(setup.data.unreadable)] if setup.data.unreadable else []
     records = folder.metrics()
@@ -64,12 +67,12 @@ def write_report(
         warning=warning,
         recipe=setup.recipe,
         data=setup.data.name,
-        rows=[(key, f"{results[key]:.2f}", unit, meaning) for key, meaning, unit in CLOSING if key in results],
+        rows=closing_rows(results),
+        notes=[*notes, *unread],
         plots={name: embed(figure) for name, figure in plots.items() if figure is not None},
         verdicts=[r for r in records if r["kind"] == "gate"],
         gallery=gallery(setup, shown),
         has_truth=setup.data.val.truth is not None,
-        unread=unread,
         settings=to_yaml(setup.recipe),
         info=folder.info,
     )

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from finetune_mile.measures import CLOSING
+from finetune_mile.measures import closing_rows
 
 PLAIN_SECONDS = 10.0  # without a terminal: a line this often
 
@@ -101,9 +101,8 @@ def wide_console() -> Console:
 def closing_table(results: dict[str, float], title: str) -> Table:
     """The results that a reader looks for first."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    for key, meaning, unit in CLOSING:
-        if key in results:
-            table.add_row(f"[bold]{key}", f"{results[key]:.2f}{unit and ' ' + unit}", meaning)
+    for key, value, unit, meaning in closing_rows(results):
+        table.add_row(f"[bold]{key}", f"{value}{unit and ' ' + unit}", meaning)
     return table
 
 

@@ -45,7 +45,9 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
     out.print(
         f"data    {setup.data.name}: {labelled:,} of {everything:,} training images keep their label, "
         f"{f'{aside:,} are held out for rho: auto, ' if aside else ''}"
-        f"{len(setup.data.val):,} to evaluate on, {setup.num_classes:,} classes"
+        f"{len(setup.data.val):,} to evaluate on, "
+        f"{'' if setup.data.test is None else f'{len(setup.data.test):,} to test on at the end, '}"
+        f"{setup.num_classes:,} classes"
     )
     given = setup.data.train.given
     unused = len(given) - int(((given > 0).any(1) if given.ndim == 2 else given >= 0).sum())

@@ -201,6 +201,14 @@ class FrozenViewer(Viewer):
     def prepare(self, images: Tensor) -> Tensor:
         return images.to(self.accelerator.device, non_blocking=True)
 
+    def outputs(
+        self, network: nn.Module, images: ImageSet, indices: Indices, tick: Callable[[], None] | None = None
+    ) -> Tensor:
+        """Test images, which are shown once, go through the trunk: their features are not kept."""
+        if images is self.data.test:
+            return self.images.outputs(nn.Sequential(self.trunk, network).eval(), images, indices, tick)
+        return Viewer.outputs(self, network, images, indices, tick)  # super() does not work in a class with slots
+
     def views(self, images: ImageSet, augmentation: Augmentation | None = None, pool: Indices | None = None) -> Views:
         if self.store is None:
             self.get_ready()

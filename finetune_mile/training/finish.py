@@ -15,11 +15,12 @@ from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.images.index import say_skipped
 from finetune_mile.images.splits import label_names
+from finetune_mile.measures import CLOSING, say_images
 from finetune_mile.measures.guards import learned_nothing, lower_rates, worse_than_probe
 from finetune_mile.networks.heads import StandardisedLinear, get_head, set_head
 from finetune_mile.pages.report import gallery_images, model_card, write_report
 from finetune_mile.training.display import closing_table
-from finetune_mile.training.folder import START, RunFolder
+from finetune_mile.training.folder import START, TRIAL, RunFolder
 from finetune_mile.training.setup import Setup
 
 LABEL_BATCH = 65536  # rows written at once
@@ -29,6 +30,10 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
     """Score the student on everything and write what a run leaves behind."""
     recipe, data, viewer = setup.recipe, setup.data, setup.viewer
     results = setup.evaluate(learner, None)
+    if data.test is not None:  # here and nowhere else
+        scores = setup.evaluate(learner, None, data.test)
+        kept = {"images", *(key for key, _, _ in CLOSING)}
+        results |= {f"test_{key}": value for key, value in scores.items() if key in kept}
     labelled = setup.pools.indices["labelled"]
     logits = viewer.outputs(learner, setup.pools.images, labelled) if recipe.evaluate.labels else None
     shown = viewer.outputs(learner, data.val, gallery_images(setup).numpy())
@@ -64,12 +69,15 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
     write_export(folder.path / "export", setup.with_trunk(learner), config)
     with whole_file(folder.path / "export/README.md") as part:
         part.write_text(model_card(recipe, config, results, warning), encoding="utf-8")
-    write_report(setup, shown, folder, results, warning)
+    notes = say_images(results, trial=(folder.path / TRIAL).is_dir())
+    write_report(setup, shown, folder, results, notes, warning)
     title = f"{recipe.method} on {data.name}: results on {int(results['images']):,} validation images"
     out = Console(stderr=True)
     if warning is not None:
         out.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     out.print(closing_table(results, title))
+    if len(notes) > 1:  # the first one is the title's
+        out.print("\n".join(notes), markup=False, highlight=False, soft_wrap=True)
     if skipped:
         out.print(say_skipped(skipped, viewer.bad.path), markup=False, highlight=False, soft_wrap=True)
     out.print(f"\n{folder.path / 'report.html'}")

@@ -71,8 +71,8 @@ class Viewer:
         """With a frozen trunk: compute the features, before a progress bar is shown."""
 
     def views(self, images: ImageSet, augmentation: Augmentation | None = None, pool: Indices | None = None) -> Views:
-        """The views of training or validation images; arguments as in `Views`."""
-        split = "val" if images is self.data.val else "train"
+        """The views of training, validation or test images; arguments as in `Views`."""
+        split = "val" if images is self.data.val else "test" if images is self.data.test else "train"
         on_bad = partial(self.bad.add, split, images.ids)
         return Views(images, self.preprocess, augmentation, self.seed, pool=pool, on_bad=on_bad)
 
@@ -167,9 +167,9 @@ class Setup:
             milestones=tuple(plan.steps(m) for m in settings.milestones), gamma=settings.gamma,
         )  # fmt: skip
 
-    def evaluate(self, network: nn.Module, limit: int | None) -> dict[str, float]:
-        """Scores on the validation images, or on `limit` of them."""
-        val, recipe = self.data.val, self.recipe
+    def evaluate(self, network: nn.Module, limit: int | None, images: ImageSet | None = None) -> dict[str, float]:
+        """Scores on the validation images, or on `images`; on all, or on `limit` of them."""
+        val, recipe = self.data.val if images is None else images, self.recipe
         picked = pick_probe(len(val), limit or len(val))
         logits = self.viewer.outputs(network, val, picked.numpy())
         good = ~logits.isnan().all(1)  # bad images do not count, and are counted
@@ -179,7 +179,7 @@ class Setup:
             prediction_set=recipe.evaluate.prediction_set, rho=recipe.rho,
             main=None if val.main is None else val.main[picked], thresholds=recipe.evaluate.thresholds,
         ).results()  # fmt: skip
-        if self.data.extra_scores is not None:
+        if self.data.extra_scores is not None and images is None:
             scores |= self.data.extra_scores(self.probabilities(logits), picked)
         return scores if bool(good.all()) else scores | {"bad_images": float((~good).sum())}
 

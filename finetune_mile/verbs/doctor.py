@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -54,9 +55,8 @@ def main(argv: Sequence[str]) -> int:
         from finetune_mile.images.truth import with_truth
 
         data = with_truth(data, options.truth)
-    splits = {
-        name: examine(images, name, options.workers) for name, images in (("train", data.train), ("val", data.val))
-    }
+    parts = {"train": data.train, "val": data.val, "test": data.test}
+    splits = {name: examine(part, name, options.workers) for name, part in parts.items() if part is not None}
     for line in report(data, splits):
         sys.stdout.write(line + "\n")
     if data.unreadable:
@@ -123,15 +123,18 @@ def _examine_batch(images: ImageSet, indices: list[int]) -> list[tuple[int, str 
 def report(data: Data, splits: dict[str, Findings]) -> Iterator[str]:
     """The lines to print."""
     counts = f"{len(data.train):,} training and {len(data.val):,} validation images"
+    if data.test is not None:
+        counts = f"{len(data.train):,} training, {len(data.val):,} validation and {len(data.test):,} test images"
     yield f"{data.name}: {counts}, {len(data.classes)} classes"
     for split, findings in splits.items():
         yield from _class_lines(findings.images, data.classes, split)
         yield from _size_lines(findings, split)
-    train, val = splits["train"], splits["val"]
-    shared = sorted(train.hashes.keys() & val.hashes.keys(), key=val.hashes.__getitem__)
-    yield f"exact duplicates across train and val: {len(shared)}"
-    for digest in shared[:SHOWN]:
-        yield f"  val {data.val.ids[val.hashes[digest]]} is train {data.train.ids[train.hashes[digest]]}"
+    for first, second in itertools.combinations(splits, 2):
+        one, two = splits[first], splits[second]
+        shared = sorted(one.hashes.keys() & two.hashes.keys(), key=two.hashes.__getitem__)
+        yield f"exact duplicates across {first} and {second}: {len(shared)}"
+        for digest in shared[:SHOWN]:
+            yield f"  {second} {two.images.ids[two.hashes[digest]]} is {first} {one.images.ids[one.hashes[digest]]}"
     if data.val.truth is not None:
         labels = data.val.truth.sum(1)
         empty, several = int((labels == 0).sum()), int((labels > 1).sum())

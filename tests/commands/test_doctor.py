@@ -30,6 +30,11 @@ def test_healthy_data(folder, capsys):
     assert "short side 20 to 25 pixels" in said
     assert "exact duplicates across train and val: 0" in said
     assert "train: 0 images cannot be read" in said
+    shutil.copytree(folder / "val", folder / "test")
+    assert main(["doctor", "--data", str(folder), "--workers", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "photos: 18 training, 6 validation and 6 test images, 3 classes" in said
+    assert "exact duplicates across val and test: 6\n  test cat/0.jpg is val cat/0.jpg" in said
 
 
 def test_what_it_finds(folder, tmp_path, capsys):

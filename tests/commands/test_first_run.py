@@ -1,6 +1,7 @@
 """The default on one's own photos: a probe as the start, a trial that decides how far to go, the first weights told."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import finetune_mile
 from finetune_mile.measures.guards import worse_than_probe
 from finetune_mile.run import main
 from finetune_mile.training import train as training
+from finetune_mile.training.setup import Viewer
 
 COLOURS = {"red": (160, 90, 90), "green": (90, 160, 90), "blue": (90, 90, 160)}
 LITTLE = ["--init", "simclr-demo", "--set", "size=24", "--set", "workers=0", "--set", "checkpoint_every=4"]
@@ -132,3 +134,43 @@ def test_the_rules_go_with_a_frozen_trunk(photos, tmp_path, few, monkeypatch):
     files = sorted((photos / "val").rglob("*.png"))
     right = sum(classifier.predict(str(file))[0][0] == file.parent.name for file in files)
     assert 100 * right / len(files) == pytest.approx(results(out)["accuracy"], abs=4)
+
+
+@pytest.mark.parametrize("trunk", ["all", "frozen"])
+def test_test_images_are_scored_once_and_decide_nothing(photos, tmp_path, few, monkeypatch, capsys, trunk):
+    """Other test images, other scores of test images: nothing else differs."""
+    monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
+    shown, views = [], Viewer.views
+
+    def note(self, images, *others):
+        shown.append("test" if images is self.data.test else "other")
+        return views(self, images, *others)
+
+    monkeypatch.setattr(Viewer, "views", note)
+    data, runs = tmp_path / "photos", [tmp_path / "run", tmp_path / "other"]
+    shutil.copytree(photos, data)
+    shutil.copytree(photos / "val", data / "test")
+    (data / "test/red/9.png").unlink()
+    flags = [*LITTLE, "--data", f"folder:{data}", "--trunk", trunk, "--out"]
+    assert main([*flags, str(runs[0])]) == 0
+    assert shown.count("test") == 1
+    said = capsys.readouterr().err
+    assert "30 to evaluate on, 29 to test on at the end, 3 classes" in said
+    assert "test_ are of 29 test images, which were scored once, with the final weights" in said
+    scores = results(runs[0])
+    assert scores["test_images"] == 29
+    files = sorted((data / "test").rglob("*.png"))
+    guesses = finetune_mile.load_classifier(str(runs[0])).predict([str(file) for file in files])
+    right = [guess[0][0] == file.parent.name for guess, file in zip(guesses, files, strict=True)]
+    assert 100 * np.mean(right) == pytest.approx(scores["test_accuracy"], abs=4 if trunk == "frozen" else 1e-4)
+    page = (runs[0] / "report.html").read_text()
+    assert "<code>test_accuracy</code>" in page
+    assert "Held-out labels of the trial chose how far the weights went" in page
+    (data / "test/red").rename(data / "test/yellow")
+    (data / "test/green").rename(data / "test/red")
+    (data / "test/yellow").rename(data / "test/green")
+    assert main([*flags, str(runs[1])]) == 0
+    others = results(runs[1])
+    assert others["test_accuracy"] < scores["test_accuracy"]
+    assert all(others[key] == value for key, value in scores.items() if "test_" not in key)
+    assert (runs[0] / "export/model.safetensors").read_bytes() == (runs[1] / "export/model.safetensors").read_bytes()

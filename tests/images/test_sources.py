@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import shutil
 import tarfile
 import time
 import zipfile
@@ -445,3 +446,24 @@ def test_the_development_kit_gives_the_labels(tmp_path, photos):
             archive.addfile(info, io.BytesIO(data))
     data = load_data(f"imagenet:{root}")
     assert list(data.val.ids) == sorted(f"{name}/{file}" for name, file, _ in every(photos, "val"))
+
+
+def test_a_folder_with_val_and_test_keeps_test_apart(tmp_path):
+    for part, count in (("train", 3), ("validation", 2), ("test", 1)):
+        class_folders(tmp_path / part, a=count, b=count)
+    data = load_data(str(tmp_path))
+    assert [len(images) for images in (data.train, data.val, data.test)] == [6, 4, 2]
+    assert list(data.test.ids) == ["a/0.jpg", "b/0.jpg"]
+    other = load_data(f"{tmp_path}?val=test")
+    assert (len(other.val), other.test) == (2, None)
+    assert load_data(f"{tmp_path}?labels=none", need_labels=False).test is None
+    class_folders(tmp_path / "test", c=1)
+    with pytest.raises(Problem, match="test/ has classes that train/ lacks: c"):
+        load_data(str(tmp_path))
+    shutil.rmtree(tmp_path / "test")
+    shutil.copytree(tmp_path / "train" / "a", tmp_path / "test")
+    assert load_data(str(tmp_path)).test is None, "images in no class folder have no label"
+    shutil.rmtree(tmp_path / "validation")
+    shutil.rmtree(tmp_path / "test")
+    class_folders(tmp_path / "test", a=1, b=1)
+    assert (len(load_data(str(tmp_path)).val), load_data(str(tmp_path)).test) == (2, None)

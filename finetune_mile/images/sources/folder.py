@@ -1,4 +1,4 @@
-"""Folders of images: a folder with images in it is a class. `train/` and `val/`, or one tree that is split.
+"""Folders of images: a folder with images in it is a class. `train/` and `val/`, perhaps `test/`, or one tree.
 
 Images without labels: a folder of nothing but images, any tree with `?labels=none`, and `unlabelled/` beside the
 others.
@@ -23,7 +23,8 @@ def load(where: str) -> Data:
 
     Args:
         where: the directory; `DIR?depth=2` names classes by the first two folders, ignoring deeper ones, and
-            `DIR?val=test` evaluates on that folder beside train/ (else val/, or test/ where there is no val/).
+            `DIR?val=test` evaluates on that folder beside train/ (else val/, or test/ where there is no val/). A test/
+            of class folders that is not evaluated on is the data's `test`.
             `DIR?labels=none` takes all images without a label, whatever folder they are in.
     """
     place, options = read_options("folder", where, ("depth", "val", "labels"))
@@ -38,9 +39,13 @@ def load(where: str) -> Data:
         folders = [root / "train", *(root / name for name in names if (root / name).is_dir())][:2]
         if len(folders) == 1 and labelled:
             raise Problem(f"{flag}: there is a train/ but no {names[0]}/ beside it")
+        if len(folders) == 2 and folders[1].name != "test" and labelled and (root / "test").is_dir():
+            folders.append(root / "test")
         extra = next((root / name for name in UNLABELLED if (root / name).is_dir()), None)
     scans = [scan_tree(folder, flag) for folder in folders]
-    if folders == [root] and len(scans[0].names) and not any("/" in n for n in (*scans[0].names, *scans[0].empty)):
+    if len(folders) == 3 and not _in_folders(scans[2]):
+        folders, scans = folders[:2], scans[:2]  # no labels to score
+    if folders == [root] and len(scans[0].names) and not _in_folders(scans[0]):
         labelled = False  # nothing but images
     labels = [
         class_names(scan, flag if folder == folders[0] else f"{flag} ({folder.name}/)", depth)
@@ -52,9 +57,10 @@ def load(where: str) -> Data:
         tops = tuple(f"{name}/" for name in UNLABELLED)
         labels = [["" if file.startswith(tops) else name for file, name in zip(scans[0].names, labels[0], strict=True)]]
     classes = sorted(set(labels[0]) - {""})
-    unknown = sorted(set(labels[-1]) - {*classes, ""})
-    if unknown:
-        raise Problem(f"{flag}: {folders[1].name}/ has classes that train/ lacks: {', '.join(unknown[:5])}")
+    for folder, given in zip(folders[1:], labels[1:], strict=True):
+        unknown = sorted(set(given) - {*classes, ""})
+        if unknown:
+            raise Problem(f"{flag}: {folder.name}/ has classes that train/ lacks: {', '.join(unknown[:5])}")
     if len(classes) == 1:
         raise Problem(
             f"{flag}: only one class ({classes[0]}); two are needed (for images without labels write "
@@ -64,13 +70,18 @@ def load(where: str) -> Data:
         to_set(scan.names, number(names, classes), Files(folder, scan.names))
         for folder, scan, names in zip(folders, scans, labels, strict=True)
     ]
-    data = make_data(root.resolve().name, classes, sets, flag)
+    data = make_data(root.resolve().name, classes, sets[:2], flag)
+    data = dataclasses.replace(data, test=sets[2] if len(sets) == 3 else None)
     if extra is not None:
         scans.append(scan_tree(extra, flag))
         no_labels = number(_no_labels(scans[-1], f"{flag} ({extra.name}/)"), ())
         more = to_set(scans[-1].names, no_labels, Files(extra, scans[-1].names))
         data = dataclasses.replace(data, train=join_unlabelled(data.train, more))
     return dataclasses.replace(data, unreadable=count_endings([name for scan in scans for name in scan.unread]))
+
+
+def _in_folders(scan: Scan) -> bool:
+    return any("/" in name for name in (*scan.names, *scan.empty))
 
 
 def _no_labels(scan: Scan, flag: str) -> list[str]:
