@@ -78,7 +78,7 @@ def fit_probe(features: Tensor, targets: Tensor, activation: Activation, *, seed
 def neighbours(
     queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, *, k: int = NEIGHBOURS, temperature: float = HEAT
 ) -> Tensor:
-    """The class (n,) that the k nearest images vote for, each by exp(cosine / temperature), as in DINO.
+    """The class (n,) that the k nearest images vote for, each by exp(cosine / temperature), as in DINO and lightly.
 
     Args:
         queries: (n, D) features.
@@ -88,17 +88,13 @@ def neighbours(
         k: how many vote, at most m.
         temperature: of the votes.
     """
-    from lightly.utils.benchmarking import knn_predict
-
     bank = normalize(bank.float(), dim=1).T.contiguous()
-    votes = [
-        knn_predict(
-            normalize(some.float(), dim=1), bank, labels, num_classes=num_classes, knn_k=min(k, len(labels)),
-            knn_t=temperature,
-        )[:, 0]
-        for some in queries.split(QUERIES)
-    ]  # fmt: skip
-    return torch.cat(votes)
+    winners = []
+    for some in queries.split(QUERIES):
+        cosines, nearest = (normalize(some.float(), dim=1) @ bank).topk(min(k, len(labels)))
+        votes = cosines.new_zeros(len(some), num_classes)
+        winners.append(votes.scatter_add_(1, labels[nearest], (cosines / temperature).exp()).argmax(1))
+    return torch.cat(winners)
 
 
 def _choose(z: Tensor, y: Tensor, activation: Activation, seed: int) -> tuple[float, float]:

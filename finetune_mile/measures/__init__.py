@@ -5,7 +5,8 @@ from collections.abc import Mapping
 # The measures that a reader looks for first: key in results.json, meaning, unit.
 CLOSING = (
     ("accuracy", "top-1 on the given label", "%"),
-    ("probe_accuracy", "the same for the linear probe that the run started from", "%"),
+    ("probe_accuracy", "to beat: a linear probe of the checkpoint's features", "%"),
+    ("knn_accuracy", "to beat: the 20 nearest labelled images by these features", "%"),
     ("digit_accuracy", "top-1 among the digit classes", "%"),
     ("colour_on_digits", "mean output of the colour shown", ""),
     ("real_acc", "top-1 is in the true set", "%"),

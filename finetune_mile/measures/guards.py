@@ -143,7 +143,7 @@ class LossAlarm:
 
 
 def worse_than_probe(results: Mapping[str, float]) -> str | None:
-    """A sentence if the accuracy is below that of the linear probe that the run started from, beyond chance."""
+    """A sentence if the accuracy is below that of a linear probe of the checkpoint, beyond chance."""
     if not {"accuracy", "probe_accuracy"} <= results.keys():
         return None
     accuracy, probe = results["accuracy"], results["probe_accuracy"]
@@ -151,7 +151,7 @@ def worse_than_probe(results: Mapping[str, float]) -> str | None:
     if 100 * wilson(accuracy / 100, images)[1] >= probe:
         return None
     return (
-        f"Fine-tuning made this model worse: accuracy {accuracy:.1f} %, and the linear probe that it started from has "
+        f"Fine-tuning made this model worse: accuracy {accuracy:.1f} %, and the linear probe of its checkpoint has "
         f"{probe:.1f} %. Use --keep best, or fewer --steps; if the images must not be mirrored or cropped (digits, "
         "text), set augment.flip=false and augment.crop=none."
     )

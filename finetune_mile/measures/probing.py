@@ -45,12 +45,12 @@ def probe(train: Features, val: Features, data: Data, labelled: Sequence[Indices
             guesses[activation] = fitted.logits(queries[good]).argmax(1)
         for kind in KINDS:
             row = torch.full((len(queries),), torch.nan, dtype=torch.float64)
-            row[good] = _hits(guesses[kind], given[good])
+            row[good] = hits(guesses[kind], given[good])
             right[kind].append(row)
     return {kind: torch.stack(rows) for kind, rows in right.items()}
 
 
-def _hits(guesses: Tensor, given: Tensor) -> Tensor:
+def hits(guesses: Tensor, given: Tensor) -> Tensor:
     """(n,) 100 where the guess is a given label, 0 where not, NaN where there is none."""
     if given.ndim == 1:
         return (guesses == given).double().mul(100).masked_fill(given < 0, torch.nan)

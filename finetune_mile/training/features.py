@@ -148,6 +148,34 @@ def embed(
     return store
 
 
+def stored(viewer: Viewer, network: nn.Module, arch: str, train: Indices) -> Store | None:
+    """The cached features of some training images and of all validation images, where they are complete.
+
+    Arguments as in `embed`; images are not even listed if no store has as many of them, the network and the
+    preprocessing.
+    """
+    data, facts = viewer.data, None
+    alike = {"images": {"train": len(data.train), "val": len(data.val)}, "network": arch}
+    alike["preprocess"] = viewer.preprocess.model_dump(mode="json")
+    rows: dict[Split, Indices] = {"train": train, "val": np.arange(len(data.val))}
+    for path in sorted((cache() / "features").glob(f"*/{FACTS}")):
+        try:
+            note = json.loads(path.read_text(encoding="utf-8"))
+            known = note["depends_on"]
+            if known | {"images": note["images"]} | alike != known | {"images": note["images"]}:
+                continue
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged, or being written
+        facts = facts or depends_on(network, arch, viewer, dtype="float16", precision="no", contents=False)
+        store = Store(path.parent)
+        states = ((store.state(split), needed) for split, needed in rows.items())
+        if facts | {"dtype": known["dtype"]} == known and all(
+            len(state) and bool((state[needed] != MISSING).all()) for state, needed in states
+        ):
+            return store
+    return None
+
+
 # ------------------------------------------------------------------------------------------ runs with a frozen trunk
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.exporting import write_export
+from finetune_mile.config.schema import Recipe
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.images.index import say_skipped
 from finetune_mile.images.splits import label_names
@@ -43,7 +45,9 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
     results |= {"bad_images": skipped, "unreadable_files": sum(data.unreadable.values())}
     start = folder.path / START
     if start.is_file():
-        results["probe_accuracy"] = json.loads(start.read_text(encoding="utf-8"))["accuracy"]
+        lines = json.loads(start.read_text(encoding="utf-8"))
+        results["probe_accuracy"] = lines["accuracy"]
+        results |= {key: value for key, value in lines.items() if key == "knn_accuracy"}
     write_json(folder.path / "results.json", results)
     warning = learned_nothing(
         results, steps=recipe.steps or 0, data=recipe.data,
@@ -70,6 +74,8 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
     with whole_file(folder.path / "export/README.md") as part:
         part.write_text(model_card(recipe, config, results, warning), encoding="utf-8")
     notes = say_images(results, trial=(folder.path / TRIAL).is_dir())
+    if recipe.init != "none" and not start.is_file():
+        notes.append(f"Two lines to beat, a linear probe and k-NN of the checkpoint: {probe_command(recipe)}")
     write_report(setup, shown, folder, results, notes, warning)
     title = f"{recipe.method} on {data.name}: results on {int(results['images']):,} validation images"
     out = Console(stderr=True)
@@ -81,6 +87,13 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
     if skipped:
         out.print(say_skipped(skipped, viewer.bad.path), markup=False, highlight=False, soft_wrap=True)
     out.print(f"\n{folder.path / 'report.html'}")
+
+
+def probe_command(recipe: Recipe) -> str:
+    """The command that scores the checkpoint of a run without training it."""
+    given = (("init", recipe.init), ("data", recipe.data), ("arch", recipe.arch), ("size", recipe.size))
+    words = [word for name, value in given if value is not None for word in (f"--{name}", str(value))]
+    return shlex.join(["finetune-mile", "probe", *words, "--fraction", f"{recipe.fraction:g}"])
 
 
 def write_labels(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 KEPT_CHECKPOINTS = 2
 MADE_BY = {"made_by": "finetune_mile"}  # the mark in run.json of a folder that a run made
 LOCK = "checkpoints/.lock"
-START = "start.json"  # scores of the network before the first step
+START = "start.json"  # scores of a linear probe of the checkpoint, and of k nearest neighbours
 TRIAL = "trial"  # a run folder inside a run folder
 AT_WORK = "{}: another process is at work on this run; wait for it, or stop it first"
 

@@ -169,9 +169,13 @@ class Setup:
 
     def evaluate(self, network: nn.Module, limit: int | None, images: ImageSet | None = None) -> dict[str, float]:
         """Scores on the validation images, or on `images`; on all, or on `limit` of them."""
-        val, recipe = self.data.val if images is None else images, self.recipe
+        val = self.data.val if images is None else images
         picked = pick_probe(len(val), limit or len(val))
-        logits = self.viewer.outputs(network, val, picked.numpy())
+        return self.scores(self.viewer.outputs(network, val, picked.numpy()), picked, images)
+
+    def scores(self, logits: Tensor, picked: Tensor, images: ImageSet | None = None) -> dict[str, float]:
+        """Scores of logits (n, C) on the validation images, or on `images`, that are `picked` (n,)."""
+        val, recipe = self.data.val if images is None else images, self.recipe
         good = ~logits.isnan().all(1)  # bad images do not count, and are counted
         logits, picked = logits[good], picked[good]
         scores = measure(

@@ -30,7 +30,7 @@ from finetune_mile.training.monitor import LabelMonitor, recorded
 from finetune_mile.training.plan import LEAST_STEPS, make_plan
 from finetune_mile.training.processes import warn_of_spread, weight_spread
 from finetune_mile.training.setup import Setup
-from finetune_mile.training.start import between, start_head
+from finetune_mile.training.start import between, lines_to_beat, start_head
 
 
 def open_folder(setup: Setup, path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
@@ -70,13 +70,13 @@ def train(setup: Setup, folder: RunFolder) -> int:
 def train_phases(setup: Setup, folder: RunFolder) -> tuple[Loop, LabelMonitor]:
     """Train the phases that are left."""
     recipe, accelerator, plan = setup.recipe, setup.accelerator, setup.plan
+    new, lines = not folder.saved(), None
     if recipe.head_init == "probe":
-        fit = not folder.saved()
-        start_head(setup, fit=fit)
-        if fit and recipe.evaluate.images != 0:
-            scores = setup.evaluate(setup.network, None)
-            if accelerator.is_main_process:
-                write_json(folder.path / START, scores)
+        lines = start_head(setup, fit=new)
+    elif new and recipe.init != "none":
+        lines = lines_to_beat(setup)
+    if lines is not None and accelerator.is_main_process:
+        write_json(folder.path / START, lines)
     with Display(plan.total_steps, visible=accelerator.is_main_process) as display:
         loop = make_loop(setup, folder, display)
         if recipe.track != "none":

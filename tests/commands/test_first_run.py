@@ -1,6 +1,9 @@
 """The default on one's own photos: a probe as the start, a trial that decides how far to go, the first weights told."""
 
+import html
 import json
+import re
+import shlex
 import shutil
 
 import numpy as np
@@ -9,8 +12,10 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import finetune_mile
+from finetune_mile.cli import main as verbs
 from finetune_mile.measures.guards import worse_than_probe
 from finetune_mile.run import main
+from finetune_mile.training import start as starts
 from finetune_mile.training import train as training
 from finetune_mile.training.setup import Viewer
 
@@ -47,7 +52,8 @@ def test_a_default_run_is_not_below_its_probe(photos, tmp_path, few, capsys):
     out = tmp_path / "run"
     assert main([*LITTLE, "--data", f"folder:{photos}", "--out", str(out)]) == 0
     scores, decision = results(out), json.loads((out / "trial/decision.json").read_text())
-    assert scores["probe_accuracy"] == json.loads((out / "start.json").read_text())["accuracy"]
+    start = json.loads((out / "start.json").read_text())
+    assert [scores["probe_accuracy"], scores["knn_accuracy"]] == [start["accuracy"], start["knn_accuracy"]]
     assert scores["accuracy"] >= max(scores["probe_accuracy"] - 10, 60)
     assert decision["held_out"] == 12
     assert decision["losses"][f"{decision['share']:g}"] <= decision["losses"]["0"]
@@ -61,6 +67,44 @@ def test_a_default_run_is_not_below_its_probe(photos, tmp_path, few, capsys):
     files = sorted((photos / "val").rglob("*.png"))
     right = sum(classifier.predict(str(file))[0][0] == file.parent.name for file in files)
     assert 100 * right / len(files) == pytest.approx(scores["accuracy"]), "the export is what was evaluated"
+
+
+def test_every_run_tells_the_two_lines_to_beat(photos, tmp_path, monkeypatch):
+    """Those of `finetune-mile probe`: from the start, the cache, or a pass of their own; else the command is shown."""
+    monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
+    passes, outputs = [], Viewer.outputs
+
+    def note(self, network, images, *others):
+        passes.append("val" if images is self.data.val else "train")
+        return outputs(self, network, images, *others)
+
+    monkeypatch.setattr(Viewer, "outputs", note)
+    flags = [*LITTLE, "--data", f"folder:{photos}", "--keep", "last", "--set", "evaluate.every=null", "--steps", "6"]
+
+    def lines(name, *more):
+        passes.clear()
+        assert main([*flags, *more, "--out", str(tmp_path / name)]) == 0
+        scores = results(tmp_path / name)
+        return scores.get("probe_accuracy"), scores.get("knn_accuracy"), passes.count("val")
+
+    first = lines("first")
+    late = lines("late", "--head-init", "random")
+    assert late[:2] == (None, None)
+    assert first[2] == late[2] + 1, "both lines in one pass"
+    page = html.unescape((tmp_path / "late/report.html").read_text())
+    command = re.search(r"k-NN of the checkpoint: finetune-mile (probe .*?)</p>", page)[1]
+    table = tmp_path / "probe.json"
+    assert verbs([*shlex.split(command), "--json", str(table)]) == 0
+    (row,) = json.loads(table.read_text())["probes"]
+    theirs = [row["accuracy"][kind]["mean"] for kind in ("sigmoid", "k-NN")]
+    assert first[:2] == pytest.approx(theirs, abs=4), "float16"
+    cached = lines("cached", "--head-init", "random")
+    assert cached[:2] == pytest.approx(theirs)
+    assert cached[2] == late[2], "no pass of their own"
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr(starts, "DEAR", 0)
+    assert lines("long", "--head-init", "random") == pytest.approx(first)
+    assert "<code>knn_accuracy</code>" in (tmp_path / "long/report.html").read_text()
 
 
 @pytest.mark.parametrize("step", [pytest.param(5, marks=pytest.mark.slow), 12])
