@@ -26,10 +26,12 @@ from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.pipeline import centre_view, from_pil, normalise
-from finetune_mile.networks.heads import HeadBias, HeadWeight, build, get_head, new_head
+from finetune_mile.networks.heads import HeadBias, HeadWeight, build, get_head, new_head, set_head
+from finetune_mile.networks.parts import HiddenLinear
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
 
 Activation = Literal["softmax", "sigmoid"]
+LINEAR, HIDDEN = {"fc.weight", "fc.bias"}, {"fc.hidden.weight", "fc.hidden.bias"}  # tensors of a classifier
 COUNTER = "num_batches_tracked"  # TensorFlow and haiku have none, and nothing we compute depends on it
 
 
@@ -61,7 +63,7 @@ class Opened:
     network: nn.Module
     card: Card
     report: LoadReport
-    classifier: dict[str, Tensor] = field(default_factory=dict)  # fc.weight (C, D), fc.bias (C,)
+    classifier: dict[str, Tensor] = field(default_factory=dict)  # LINEAR: (C, D), (C,); perhaps HIDDEN: (H, D), (H,)
     classifier_names: dict[str, str] = field(default_factory=dict)  # what the file calls them
     own: bool = False  # an export of ours
     config: dict[str, Any] = field(default_factory=dict)  # of the export: its header, or config.json beside the file
@@ -249,7 +251,7 @@ def open_contents(
         loaded=tuple(sorted(parts)), reset=_fill(network, parts, source=source),
         dropped=(*unused, *adapted.dropped, *match.outside),
         stubs=contents.stubs, mapping=match.mapping,
-        classifier=len(heads["fc.weight"]) if set(heads) == {"fc.weight", "fc.bias"} else 0,
+        classifier=len(heads["fc.weight"]) if set(heads) in (LINEAR, LINEAR | HIDDEN) else 0,
     )  # fmt: skip
     return Opened(
         network=network,
@@ -368,7 +370,7 @@ def _check_numbers(tensors: Mapping[str, Tensor], *, source: str) -> None:
 
 def check_head_name(opened: Opened, keep_head: str, *, source: str) -> None:
     """Refuse a file without a linear classifier, or one that has it under another name than `keep_head`."""
-    if set(opened.classifier) != {"fc.weight", "fc.bias"}:
+    if set(opened.classifier) != LINEAR:
         raise Problem(f"--keep-head {keep_head}: {source} holds no linear classifier")
     if keep_head not in re.split(r"[./]", opened.called):
         raise Problem(f"--keep-head {keep_head}: the classifier in {source} is called {opened.called!r}")
@@ -377,25 +379,29 @@ def check_head_name(opened: Opened, keep_head: str, *, source: str) -> None:
 def keep_own_head(opened: Opened) -> Opened:
     """Put the classifier of an opened file back on its backbone, in place; the caller has asked for it."""
     new_head(opened.network, opened.report.classifier, "zero")
+    if set(opened.classifier) > LINEAR:
+        features, width = get_head(opened.network).in_features, len(opened.classifier["fc.hidden.weight"])
+        set_head(opened.network, HiddenLinear(features, width, opened.report.classifier))
     return replace(opened, report=_keep_classifier(opened, "fc", source=opened.card.name))
 
 
 def _keep_classifier(opened: Opened, keep_head: str, *, source: str) -> LoadReport:
     """Copy the file's classifier into the head of its network, which must have as many classes."""
     head, classifier, report = get_head(opened.network), opened.classifier, opened.report
-    if head.weight.shape != classifier["fc.weight"].shape:
-        have, need = tuple(classifier["fc.weight"].shape), tuple(head.weight.shape)
-        raise Problem(f"--keep-head {keep_head}: the classifier is {have}, this task needs {need}")
+    for name, parameter in head.named_parameters():
+        have, need = tuple(classifier[f"fc.{name}"].shape), tuple(parameter.shape)
+        if have != need:
+            raise Problem(f"--keep-head {keep_head}: the classifier is {have}, this task needs {need}")
     _check_numbers(classifier, source=source)
     with torch.no_grad():
-        head.weight.copy_(classifier["fc.weight"])
-        head.bias.copy_(classifier["fc.bias"])
+        for name, parameter in head.named_parameters():
+            parameter.copy_(classifier[f"fc.{name}"])
     dropped = tuple(name for name in report.dropped if name not in opened.classifier_names.values())
     return replace(report, loaded=(*report.loaded, *_head_names(opened.network)), dropped=dropped)
 
 
-def _head_names(network: nn.Module) -> tuple[str, str]:
-    """The names of the head's weight and bias in the network's state dict."""
+def _head_names(network: nn.Module) -> tuple[str, ...]:
+    """The names of the head's tensors in the network's state dict."""
     head = get_head(network)
     prefix = next(name for name, module in network.named_modules() if module is head)
-    return f"{prefix}.weight", f"{prefix}.bias"
+    return tuple(f"{prefix}.{name}" for name, _ in head.named_parameters())

@@ -87,7 +87,7 @@ def canonical_head(adapted: Adapted, arch: str) -> Adapted:
     if not timm.is_model(model):
         return adapted  # building it says so
     prefix = timm.get_pretrained_cfg_value(model, "classifier") or "head"
-    names = {f"{prefix}.{leaf}": f"fc.{leaf}" for leaf in ("weight", "bias")}
+    names = {f"{prefix}.{leaf}": f"fc.{leaf}" for leaf in ("weight", "bias", "hidden.weight", "hidden.bias")}
     return replace(
         adapted,
         tensors={names.get(name, name): tensor for name, tensor in adapted.tensors.items()},

@@ -174,6 +174,9 @@ class Recipe(Section):
         description="what learns beside the classifier: all, norm-only, last:N blocks; frozen: nothing, on features "
         "that are computed once",
     )
+    head: Literal["linear", "bn-linear", "mlp"] = Field(
+        default="linear", description="for trunk: frozen; bn-linear: behind a batch norm; mlp: a hidden layer of 2,048"
+    )
     feature_dtype: Literal["float16", "float32"] = Field(default="float16", description="for trunk: frozen, on disk")
     head_init: Literal["random", "probe"] = Field(
         default="random", description="probe: the classifier starts as a linear probe of the labelled images"
@@ -237,6 +240,12 @@ class Recipe(Section):
              f"--trunk frozen does not go with views: {self.views}, which needs images: use --trunk last:0"),
             (self.trunk == "frozen" and self.teacher is not None,
              "--trunk frozen does not go with --teacher, which needs images: use --trunk last:0"),
+            (self.head != "linear" and self.trunk != "frozen",
+             f"head: {self.head} is for --trunk frozen: add it, or leave head out"),
+            (self.head != "linear" and self.head_init == "probe",
+             f"head: {self.head} does not go with --head-init probe, a linear classifier: use --head-init random"),
+            (self.head != "linear" and self.keep_head is not None,
+             f"head: {self.head} does not go with --keep-head, a linear classifier: leave one of them out"),
             (self.optimizer.name in ("lars", "relative") and self.optimizer.nesterov,
              f"optimizer.nesterov: true does not go with {self.optimizer.name}"),
             (self.optimizer.name == "relative" and self.optimizer.head_lr is not None,

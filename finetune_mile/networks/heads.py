@@ -88,15 +88,6 @@ class StandardisedLinear(nn.Linear):
         """(B, D) to (B, C)."""
         return super().forward((features - self.mean) * self.scale)
 
-    @torch.no_grad()
-    def folded(self) -> nn.Linear:
-        """The same classifier as a plain linear layer on the features."""
-        plain = nn.Linear(self.in_features, self.out_features)
-        weight = self.weight.double() * self.scale.double()
-        plain.weight.copy_(weight)
-        plain.bias.copy_(self.bias.double() - weight @ self.mean.double())
-        return plain
-
 
 def set_head(network: nn.Module, head: nn.Linear) -> None:
     """Put a linear layer in the place of the classifier."""

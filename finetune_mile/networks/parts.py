@@ -1,15 +1,20 @@
-"""Which part of a network learns: the classifier alone, norm layers, the last blocks."""
+"""Which part of a network learns: norm layers, the last blocks, or the classifier alone, of which there are kinds."""
 
 from __future__ import annotations
 
 import copy
 import re
+from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.networks.heads import get_head
+from finetune_mile.networks.heads import HeadWeight, StandardisedLinear, get_head, set_head
 from finetune_mile.networks.small import OnFeatures
+
+Head = Literal["linear", "bn-linear", "mlp"]
+HIDDEN = 2048  # units of `mlp`
 
 
 def split_head(network: nn.Module) -> tuple[nn.Module, OnFeatures]:
@@ -21,6 +26,50 @@ def split_head(network: nn.Module) -> tuple[nn.Module, OnFeatures]:
     else:
         backbone.fc = nn.Identity()
     return backbone.requires_grad_(False), head
+
+
+class HiddenLinear(nn.Linear):
+    """A classifier with a hidden layer, `hidden`. D features, H hidden units, C classes."""
+
+    def __init__(self, num_features: int, width: int, num_classes: int) -> None:
+        super().__init__(width, num_classes)
+        self.hidden = nn.Linear(num_features, width)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(B, D) to (B, C)."""
+        return super().forward(self.hidden(features).relu())
+
+
+def use_head(network: OnFeatures, kind: Head, weight: HeadWeight) -> None:
+    """Replace the linear classifier of a network by one of another kind, in place; its bias stays."""
+    old = get_head(network)
+    if kind == "bn-linear":
+        network.norm = nn.BatchNorm1d(network.num_features, affine=False, eps=1e-6)  # as in MAE's linear probing
+    elif kind == "mlp":
+        head = HiddenLinear(network.num_features, HIDDEN, old.out_features)
+        with torch.no_grad():
+            head.weight.normal_(std=0.01 if weight == "normal" else 0.0)
+            head.bias.copy_(old.bias)
+        set_head(network, head)
+
+
+@torch.no_grad()
+def plain_head(network: nn.Module) -> nn.Linear:
+    """The classifier of a network for its features: a standardisation or a batch norm before it is folded in."""
+    head, norm = get_head(network), getattr(network, "norm", None)
+    if isinstance(head, StandardisedLinear):
+        mean, scale = head.mean.double(), head.scale.double()
+    elif isinstance(network, OnFeatures) and isinstance(norm, nn.BatchNorm1d):
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        mean, scale = norm.running_mean.double(), (norm.running_var.double() + norm.eps).rsqrt()
+    else:
+        return copy.deepcopy(head)
+    plain = nn.Linear(head.in_features, head.out_features)
+    weight = head.weight.double() * scale
+    plain.weight.copy_(weight)
+    plain.bias.copy_(head.bias.double() - weight @ mean)
+    return plain
 
 
 def choose_trainable(network: nn.Module, trunk: str) -> None:

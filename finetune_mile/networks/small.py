@@ -17,16 +17,20 @@ def _block(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 class OnFeatures(nn.Module):
-    """A network of a classifier `fc` alone: it is given the features (B, D) of a backbone that does not learn."""
+    """A network of a classifier `fc` alone, behind a batch norm if there is one.
+
+    It is given the features (B, D) of a backbone that does not learn.
+    """
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
         self.num_features = num_features
+        self.norm: nn.Module = nn.Identity()
         self.fc: nn.Module = nn.Identity()
 
     def forward(self, features: Tensor) -> Tensor:
         """Features (B, D) to logits (B, C)."""
-        out: Tensor = self.fc(features)
+        out: Tensor = self.fc(self.norm(features))
         return out
 
 

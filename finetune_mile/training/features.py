@@ -39,7 +39,7 @@ from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources.hf import Rows
 from finetune_mile.images.splits import Pools, label_names
 from finetune_mile.learning.roles import weights_hash
-from finetune_mile.networks.parts import split_head
+from finetune_mile.networks.parts import split_head, use_head
 from finetune_mile.training.processes import stop_together
 from finetune_mile.training.setup import Viewer
 
@@ -253,6 +253,7 @@ def freeze(
 ) -> tuple[FrozenViewer, nn.Module]:
     """A run of the classifier alone: what shows it features, and the classifier."""
     trunk, head = split_head(network)
+    use_head(head, recipe.head, recipe.head_weight)
     drawn: tuple[Pool, ...] = ("labelled",) if recipe.semi == "none" else ("labelled", "all")
     train = np.unique(np.concatenate([pools.calibration, *(pools.indices[pool] for pool in drawn)]))
     frozen = FrozenViewer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shlex
 from pathlib import Path
@@ -19,7 +18,6 @@ from finetune_mile.images.index import say_skipped
 from finetune_mile.images.splits import label_names
 from finetune_mile.measures import CLOSING, say_images
 from finetune_mile.measures.guards import learned_nothing, lower_rates, worse_than_probe
-from finetune_mile.networks.heads import StandardisedLinear, get_head, set_head
 from finetune_mile.pages.report import gallery_images, model_card, write_report
 from finetune_mile.training.display import closing_table
 from finetune_mile.training.folder import START, TRIAL, RunFolder
@@ -66,11 +64,7 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
         "classes": list(data.classes), **viewer.preprocess.model_dump(mode="json"),
         "activation": recipe.activation, "init": recipe.init, "method": recipe.method,
     }  # fmt: skip
-    head = get_head(learner)
-    if isinstance(head, StandardisedLinear):
-        learner = copy.deepcopy(learner)
-        set_head(learner, head.folded())
-    write_export(folder.path / "export", setup.with_trunk(learner), config)
+    write_export(folder.path / "export", setup.exported(learner), config)
     with whole_file(folder.path / "export/README.md") as part:
         part.write_text(model_card(recipe, config, results, warning), encoding="utf-8")
     notes = say_images(results, trial=(folder.path / TRIAL).is_dir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,8 +32,8 @@ from finetune_mile.learning.mixing import Mix, draw_mix
 from finetune_mile.learning.optim import rate_at
 from finetune_mile.measures.metrics import measure
 from finetune_mile.measures.predictions import pick_probe, predict
-from finetune_mile.networks.heads import get_head
-from finetune_mile.networks.parts import choose_trainable
+from finetune_mile.networks.heads import get_head, set_head
+from finetune_mile.networks.parts import choose_trainable, plain_head
 from finetune_mile.training.plan import Plan, labelled_per_batch, make_plan
 from finetune_mile.training.processes import Signals, start, stop_together, wanted_precision
 
@@ -191,12 +192,17 @@ class Setup:
         """Logits (n, C), read as the recipe's activation says."""
         return logits.sigmoid() if self.recipe.activation == "sigmoid" else logits.softmax(1)
 
-    def with_trunk(self, learner: nn.Module) -> nn.Module:
-        """The complete network of a learner, which may be a classifier on the features of a frozen trunk."""
-        if self.complete is None:
+    def exported(self, learner: nn.Module) -> nn.Module:
+        """The complete network of a learner, which may be a classifier on the features of a frozen trunk.
+
+        Its classifier is a plain one.
+        """
+        head = plain_head(learner)
+        if self.complete is None and type(head) is type(get_head(learner)):
             return learner
-        get_head(self.complete).load_state_dict(get_head(learner).state_dict())
-        return self.complete
+        network = copy.deepcopy(learner) if self.complete is None else self.complete
+        set_head(network, head)
+        return network
 
     def probe(self, network: nn.Module) -> tuple[Tensor, Tensor]:
         """Logits and given labels of the labelled training images that every generation is looked at on."""

@@ -125,7 +125,7 @@ def make_loop(setup: Setup, folder: RunFolder, display: Display) -> Loop:
         accelerator=accelerator, network=wrapped, roles=roles, optimizer=optimizer, state=state, objective=objective,
         average=None if settings.ema is None else Average(network, settings.ema), feed=setup.feed, rate=setup.rate,
         accumulate=recipe.accumulate, clip=settings.clip, reset_optimizer=recipe.optimizer_state == "reset",
-        frozen_norm=recipe.batch_norm == "frozen",
+        frozen_norm=recipe.batch_norm == "frozen" and setup.complete is None,  # a head's norm is not the checkpoint's
     )  # fmt: skip
 
 

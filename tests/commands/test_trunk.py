@@ -17,6 +17,7 @@ from finetune_mile.networks.heads import build, get_head, new_head
 from finetune_mile.networks.parts import blocks_of, choose_trainable
 from finetune_mile.run import main
 from finetune_mile.training import features, finish
+from finetune_mile.training.setup import Setup
 
 PLAIN = ["--arch", "resnet-demo-gn", "--set", "augment.crop=none", "--set", "augment.flip=false"]
 FROZEN = [*PLAIN, "--trunk", "frozen"]
@@ -77,6 +78,42 @@ def test_the_export_joins_backbone_and_head(run_demo):
     logits = network(torch.stack([network.preprocess(images.read(i)) for i in range(len(images))]))
     right = 100 * float((logits.argmax(1) == images.given).float().mean())
     assert right == pytest.approx(results(out)["accuracy"], abs=1.0)
+
+
+@pytest.mark.parametrize("arch", ["resnet-demo-gn", "timm:test_vit"])
+@pytest.mark.parametrize("head", ["bn-linear", "mlp"])
+def test_other_heads_are_trained_and_exported(run_demo, tmp_path, monkeypatch, capsys, head, arch):
+    """The export gives the logits of backbone, norm or hidden layer, and classifier."""
+    learners, write = [], finish.write_export
+
+    def keep(folder, network, config):
+        write(folder, network, config)
+        learners.append(network)
+
+    monkeypatch.setattr(finish, "write_export", keep)
+    scored, evaluate = [], Setup.evaluate
+    monkeypatch.setattr(Setup, "evaluate", lambda self, *rest: scored.append(rest[0]) or evaluate(self, *rest))
+    flags = [*SHORT, "--method", "sigmoid", "--data", "demo:40", "--arch", arch, "--trunk", "frozen", *WIDE]
+    size = 160 if arch.startswith("timm") else 24
+    out = run_demo("run", *flags, "--set", f"head={head}", "--set", f"size={size}", "--set", "head_weight=normal")
+    classifier = finetune_mile.load_classifier(str(out))
+    images = load_data("demo:40").val
+    batch = torch.stack([classifier.preprocess(images.read(i)) for i in range(8)])
+    with torch.inference_mode():
+        features = finetune_mile.load(str(out))(batch)  # the backbone alone
+        trained = scored[-1].cpu().eval()(features)
+        assert classifier(batch).allclose(trained, atol=1e-4)
+    tensors = exported(out)
+    (weight,) = (tensor for name, tensor in tensors.items() if name in ("fc.weight", "head.weight"))
+    hidden = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith("hidden.weight")]
+    assert (weight.shape[1], hidden) == ((2048, [2048]) if head == "mlp" else (features.shape[1], []))
+    if head == "bn-linear":
+        norm = scored[-1].norm
+        assert norm.running_mean.abs().max() > 0.01
+        assert not norm.state_dict().keys() & {"weight", "bias"}
+    elif arch.startswith("timm"):
+        assert embed(["weights", "convert", str(out / "export"), str(tmp_path / "timm"), "--to", "timm"]) == 2
+        assert "test_vit has other tensors than this network, first head.hidden.bias" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -205,6 +242,9 @@ def test_norm_only_leaves_the_rest_alone(run_demo):
         (["--trunk", "ice"], "'ice' is none of all, frozen, norm-only, last:N"),
         (["--trunk", "frozen", "--method", "distill", "--teacher", "simclr-demo"], "--trunk last:0"),
         (["--trunk", "frozen", "--set", "augment.cutmix=1"], "does not go with augment.cutmix"),
+        (["--set", "head=mlp"], "head: mlp is for --trunk frozen: add it, or leave head out"),
+        (["--trunk=frozen", "--set=head=mlp", "--head-init=probe"], "head: mlp does not go with --head-init probe"),
+        (["--trunk=frozen", "--set=head=bn-linear", "--keep-head=fc"], "head: bn-linear does not go with --keep-head"),
     ],
 )
 def test_what_is_refused(flags, sentence, tmp_path, capsys):

@@ -8,6 +8,7 @@ from torch.nn.functional import one_hot
 from finetune_mile.learning.optim import make_optimizer, relative_groups, set_rate
 from finetune_mile.learning.probe import fit_probe, folds, neighbours
 from finetune_mile.networks.heads import Features, StandardisedLinear, build, get_head, new_head, set_head
+from finetune_mile.networks.parts import plain_head
 
 
 def mixture(count, seed, features=24, classes=5):
@@ -94,7 +95,7 @@ def test_a_standardised_classifier_folds_into_a_plain_one(arch):
     with torch.no_grad():
         logits, features = network(images), Features(network)(images)
         torch.testing.assert_close(head(features), logits)
-        set_head(network, head.folded())
+        set_head(network, plain_head(network))
         assert type(get_head(network)) is torch.nn.Linear
         torch.testing.assert_close(network(images), logits, rtol=1e-4, atol=1e-4)
 
