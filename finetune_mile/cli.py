@@ -10,6 +10,7 @@ from finetune_mile.core.problems import Problem, did_you_mean, tell
 # Verb: (module with main(argv) -> exit code, what it does).
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("finetune_mile.run", "train: the same as finetune_mile/run.py"),
+    "quickstart": ("finetune_mile.verbs.quickstart", "a folder of photos: what works on it, in minutes, on one page"),
     "pretrain": ("finetune_mile.verbs.pretrain", "pre-train without labels: SimCLR, MoCo-v2, BYOL or SwAV"),
     "embed": ("finetune_mile.verbs.embed", "compute the features of a checkpoint once, for probes and runs"),
     "probe": ("finetune_mile.verbs.probe", "which checkpoint suits these images: k-NN and linear probes of each"),

@@ -45,7 +45,7 @@ def test_every_method_and_fraction_of_a_table_has_a_plan(path):
         for method in methods[path.parent.name]:
             recipe = solve(path, fraction=fraction, **({} if method is None else {"method": method})).recipe
             pools = {"labelled": TRAIN[fraction], "all": TRAIN[1.0], "unlabelled": TRAIN[1.0] - TRAIN[fraction]}
-            plan = make_plan(recipe, labelled=TRAIN[fraction], pool_sizes=pools)
+            plan = make_plan(recipe, pools)
             if recipe.method == "mile":
                 assert plan.phases[-1].name == "imitation"
                 assert len(plan.phases) >= 7, f"{path.name} at {fraction:g}: too few generations to iterate"
@@ -55,7 +55,7 @@ def test_every_method_and_fraction_of_a_table_has_a_plan(path):
 def test_simclrv2_takes_its_published_numbers_of_steps(fraction, steps):
     recipe = solve(ROOT / "recipes/ssl/simclrv2.yaml", fraction=fraction, method="softmax").recipe
     pools = {"labelled": TRAIN[fraction], "all": TRAIN[1.0], "unlabelled": 0}
-    assert make_plan(recipe, labelled=TRAIN[fraction], pool_sizes=pools).total_steps in (steps - 1, steps)
+    assert make_plan(recipe, pools).total_steps in (steps - 1, steps)
     assert recipe.optimizer.lr == pytest.approx(0.005 * 1024**0.5)
     assert recipe.head_from == (0 if fraction == 1 else 1)
 

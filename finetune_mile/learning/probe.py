@@ -42,7 +42,9 @@ class Probe:
         return ((features.float() - self.mean) * self.scale) @ self.weight.T + self.bias
 
 
-def fit_probe(features: Tensor, targets: Tensor, activation: Activation, *, seed: int = 0) -> Probe:
+def fit_probe(
+    features: Tensor, targets: Tensor, activation: Activation, *, seed: int = 0, strength: float | None = None
+) -> Probe:
     """Fit on all images, with the strength that is best on images held out.
 
     Args:
@@ -51,6 +53,7 @@ def fit_probe(features: Tensor, targets: Tensor, activation: Activation, *, seed
         activation: softmax: cross-entropy, several labels share an image; sigmoid: binary cross-entropy, summed over
             the classes.
         seed: of the folds.
+        strength: of the L2 penalty, where it is known.
     """
     rows = features.float()
     mean = rows.mean(0)
@@ -64,10 +67,15 @@ def fit_probe(features: Tensor, targets: Tensor, activation: Activation, *, seed
     if len(z) < z.shape[1]:  # as many directions as images say it all
         u, s, turn = torch.linalg.svd(z, full_matrices=False)
         z = u * s
-    strength, loss = _choose(z, y, activation, seed)
-    solution = _start(z, y, activation)
-    for each in STRENGTHS[: STRENGTHS.index(strength) + 1]:
-        solution = _fit(z, y, activation, each, solution, ITERATIONS if each == strength else SEARCH_ITERATIONS)
+    loss, near = float("nan"), None
+    if strength is None:
+        strength, loss, near = _choose(z, y, activation, seed)
+    solution = near
+    if solution is None:
+        solution = _start(z, y, activation)
+        for each in (each for each in STRENGTHS if each > strength):
+            solution = _fit(z, y, activation, each, solution, SEARCH_ITERATIONS)
+    solution = _fit(z, y, activation, strength, solution, ITERATIONS)
     weight = solution[:, :-1] if turn is None else solution[:, :-1] @ turn
     return Probe(
         mean=mean, scale=scale, weight=weight.contiguous(), bias=solution[:, -1].clone(), strength=strength,
@@ -97,15 +105,15 @@ def neighbours(
     return torch.cat(winners)
 
 
-def _choose(z: Tensor, y: Tensor, activation: Activation, seed: int) -> tuple[float, float]:
-    """The strength with the least loss on images held out, and that loss."""
+def _choose(z: Tensor, y: Tensor, activation: Activation, seed: int) -> tuple[float, float, Tensor | None]:
+    """The strength with the least loss on images held out, that loss, and a solution near the one for all images."""
     fold = torch.from_numpy(folds(y.argmax(1).numpy(), seed))
     tried = range(FOLDS) if len(z) < FEW else range(1)
     parts = [(fold != one, fold == one) for one in tried if (fold == one).any() and (fold != one).any()]
     if not parts:
-        return STRENGTHS[len(STRENGTHS) // 2], float("nan")
+        return STRENGTHS[len(STRENGTHS) // 2], float("nan"), None
     solutions = [_start(z[train], y[train], activation) for train, _ in parts]
-    best, best_loss, worse = STRENGTHS[0], float("inf"), 0
+    best, best_loss, near, worse = STRENGTHS[0], float("inf"), solutions[0], 0
     for strength in STRENGTHS:
         total, count = 0.0, 0
         for number, (train, held) in enumerate(parts):
@@ -113,12 +121,12 @@ def _choose(z: Tensor, y: Tensor, activation: Activation, seed: int) -> tuple[fl
             total += _loss(z[held], y[held], activation, solutions[number])[0] * int(held.sum())
             count += int(held.sum())
         if total / count < best_loss:
-            best, best_loss, worse = strength, total / count, 0
+            best, best_loss, near, worse = strength, total / count, solutions[0], 0
         else:
             worse += 1
             if worse == PATIENCE:
                 break
-    return best, best_loss
+    return best, best_loss, near if len(parts) == 1 else None
 
 
 def folds(labels: npt.NDArray[np.int64], seed: int, count: int = FOLDS) -> npt.NDArray[np.int64]:

@@ -14,7 +14,7 @@ from finetune_mile.images.index import Data
 from finetune_mile.images.order import Indices
 from finetune_mile.images.splits import one_label_each
 from finetune_mile.learning.losses import given_matrix
-from finetune_mile.learning.probe import Activation, fit_probe, neighbours
+from finetune_mile.learning.probe import FOLDS, Activation, fit_probe, folds, neighbours
 from finetune_mile.measures.intervals import compare, intervals
 
 KINDS = ("k-NN", "softmax", "sigmoid")
@@ -56,6 +56,39 @@ def hits(guesses: Tensor, given: Tensor) -> Tensor:
         return (guesses == given).double().mul(100).masked_fill(given < 0, torch.nan)
     hits = given.gather(1, guesses.unsqueeze(1)).squeeze(1) > 0
     return hits.double().mul(100).masked_fill(~(given > 0).any(1), torch.nan)
+
+
+def doubtful(
+    features: Features, labels: Tensor, num_classes: int
+) -> tuple[list[tuple[int, int, float, int, float]], float]:
+    """Labels that a probe of the other images would not give, the least likely first.
+
+    Args:
+        features: (n, D); rows of NaN are left out.
+        labels: (n,) classes; below 0: no label.
+        num_classes: C.
+
+    Returns:
+        Row, given class and its probability, the class it would give and its probability; and how many of a hundred
+        held-out images get their given class, which tells how much such doubts are worth.
+    """
+    rows = torch.from_numpy(np.array(features, dtype=np.float32))
+    places = ((labels >= 0) & ~rows.isnan().any(1)).nonzero().flatten()
+    rows, labels = rows[places], labels[places]
+    fold = torch.from_numpy(folds(labels.numpy(), 0))
+    strength = fit_probe(rows, given_matrix(labels, num_classes), "softmax").strength
+    likely = torch.full((len(rows), num_classes), torch.nan)
+    for one in range(FOLDS):
+        if (fold == one).any() and (fold != one).any():
+            others = given_matrix(labels[fold != one], num_classes)
+            fitted = fit_probe(rows[fold != one], others, "softmax", strength=strength)
+            likely[fold == one] = fitted.logits(rows[fold == one]).softmax(1)
+    given = likely.gather(1, labels.unsqueeze(1)).squeeze(1)
+    best, guess = likely.max(1)
+    wrong = (~best.isnan() & (guess != labels)).nonzero().flatten()
+    order = wrong[given[wrong].argsort(stable=True)].tolist()
+    listed = [(int(places[i]), int(labels[i]), float(given[i]), int(guess[i]), float(best[i])) for i in order]
+    return listed, 100 * (1 - len(listed) / max(int((~best.isnan()).sum()), 1))
 
 
 def majority(data: Data) -> float:

@@ -11,6 +11,9 @@ from finetune_mile.core.types import Pool
 from finetune_mile.learning.phases import Budget, Phase
 
 LEAST_STEPS = 100  # of `epochs: auto`
+FEW_LABELS = 200  # below, a hold-out is noise
+MOST_LABELS = 20_000  # above, a trial would cost more than it can save
+HELD_OUT = 0.2  # share of the labels that a trial holds out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +31,14 @@ class Plan(Budget):
         return phase, step == 0
 
 
-def make_plan(recipe: Recipe, *, labelled: int, pool_sizes: dict[Pool, int]) -> Plan:
+def make_plan(recipe: Recipe, pool_sizes: dict[Pool, int]) -> Plan:
     """Turn epochs and shares into steps and lay out the phases.
 
     Args:
         recipe: what is wanted.
-        labelled: how many images keep their label.
         pool_sizes: images in each pool.
     """
+    labelled = pool_sizes["labelled"]
     per_epoch = labelled / recipe.batch_size
     epochs = auto_epochs(labelled) if recipe.epochs == "auto" else recipe.epochs or 0
     total = recipe.steps or max(round(epochs * per_epoch), LEAST_STEPS if recipe.epochs == "auto" else 1)
@@ -63,6 +66,16 @@ def make_plan(recipe: Recipe, *, labelled: int, pool_sizes: dict[Pool, int]) -> 
 def auto_epochs(labelled: int) -> float:
     """Passes over so many labelled images: 10 of a thousand or fewer, 3 of ten thousand or more."""
     return min(max(10 * math.sqrt(1000 / labelled), 3.0), 10.0)
+
+
+def has_trial(recipe: Recipe, labelled: int) -> bool:
+    """Does a run of so many labels hold some of them out first, to decide how far the weights go?"""
+    return recipe.keep == "best" and FEW_LABELS <= labelled <= MOST_LABELS
+
+
+def trial_steps(total: int, share: float) -> int:
+    """Steps of a trial with that share of the labels of a run of `total` steps."""
+    return max(round(total * share), min(total, LEAST_STEPS))
 
 
 def labelled_per_batch(recipe: Recipe) -> int:

@@ -35,7 +35,8 @@ from finetune_mile.networks.heads import build, new_head
 from finetune_mile.networks.resnets import Padding
 from finetune_mile.training.display import duration
 from finetune_mile.training.folder import KEPT_CHECKPOINTS
-from finetune_mile.training.plan import Plan, make_plan
+from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, make_plan, trial_steps
+from finetune_mile.training.processes import wanted_precision
 from finetune_mile.training.setup import PROBE_IMAGES, lay_out
 
 open_data = lru_cache(maxsize=8)(load_data)  # once for all cells of a table; its columns may be other data
@@ -83,6 +84,8 @@ def count(recipe: Recipe) -> Work:
     evaluations = len(plan.phases) + (plan.total_steps // plan.steps(evaluate.every) if evaluate.every else 0)
     probes = sum("teacher" in phase.becomes for phase in plan.phases) * min(PROBE_IMAGES, labelled)
     evaluated = evaluations * min(evaluate.images or val, val) + probes + val + (labelled if evaluate.labels else 0)
+    if recipe.head_init == "probe":
+        evaluated += labelled * (1 + has_trial(recipe, labelled)) + val
     generations = len({phase.generation for phase in imitations})
     warnings = recipe.rules.warnings(recipe.block, plan, generations, classes)
     if plan.steps_per_epoch < 1:
@@ -118,7 +121,7 @@ def _lay_out(recipe: Recipe) -> tuple[dict[Pool, int], int, int, Plan, bool]:
     held_out = round(labelled * held_out_share(recipe.calibration, labelled))
     more = 0 if recipe.unlabelled is None else len(load_unlabelled(recipe.unlabelled).train)
     sizes = {"labelled": labelled - held_out, "unlabelled": train - labelled + more, "all": train - held_out + more}
-    return sizes, val, classes, make_plan(recipe, labelled=sizes["labelled"], pool_sizes=sizes), False
+    return sizes, val, classes, make_plan(recipe, sizes), False
 
 
 # ------------------------------------------------------------------------------------ the network
@@ -167,8 +170,9 @@ def _read_file(init: Init) -> tuple[Card, str]:
 
 @lru_cache(maxsize=64)
 def time_network(
-    network: Network, classes: int, at_once: int, precision: str, optimizer: Literal["sgd", "adamw", "lars"]
-) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    network: Network, classes: int, at_once: int, precision: str, channels_last: bool,
+    optimizer: Literal["sgd", "adamw", "lars", "relative"],
+) -> tuple[Tensor, Tensor, Tensor, int, int]:  # fmt: skip
     """Time a network with random weights on random images, at most `at_once` in a step.
 
     Returns:
@@ -178,7 +182,8 @@ def time_network(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(network.arch, padding=network.padding)
     new_head(model, classes, "prior")
-    model.to(device).train()
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model.to(device).to(memory_format=layout).train()
     autocast = torch.autocast(
         device.type, torch.bfloat16 if precision == "bf16" else torch.float16, enabled=precision != "no"
     )
@@ -194,7 +199,7 @@ def time_network(
             model(images)
 
     def images(number: int) -> Tensor:
-        return torch.rand(number, 3, network.size, network.size, device=device)
+        return torch.rand(number, 3, network.size, network.size, device=device).to(memory_format=layout)
 
     def per_image(step: Callable[[Tensor], None]) -> Tensor:
         two = images(2)
@@ -286,10 +291,16 @@ def estimate(recipe: Recipe, *, network: Network | None = None, teacher: Network
     if recipe.teacher is not None and teacher is None:
         teacher = find_network(parse_source(recipe.teacher, "--teacher"), None, network.size)
     part = recipe.batch_size // recipe.accumulate
-    kind = (work.classes, max(min(part, MOST_AT_ONCE), 2), recipe.precision, recipe.optimizer.name)
+    precision = wanted_precision(recipe.precision)
+    kind = (
+        work.classes, max(min(part, MOST_AT_ONCE), 2), precision, recipe.channels_last, recipe.optimizer.name,
+    )  # fmt: skip
     learn, update, forward, parameters, activation_bytes = time_network(network, *kind)
     _, _, label, teacher_parameters, _ = time_network(teacher or network, *kind)
-    steps, trained = work.plan.total_steps, work.plan.total_steps * recipe.batch_size
+    steps = work.plan.total_steps
+    if has_trial(recipe, work.pools["labelled"]):
+        steps += trial_steps(steps, 1 - HELD_OUT)
+    trained = steps * recipe.batch_size
     seconds = (
         START + learn * trained + update * steps + label * work.teacher_images + forward * work.evaluation_images
     )  # fmt: skip
@@ -304,7 +315,7 @@ def estimate(recipe: Recipe, *, network: Network | None = None, teacher: Network
         seconds += reading * (trained + labelled + work.evaluation_images)
     used = {"student"} | {role for phase in work.plan.phases for role in (phase.start, *phase.becomes)}
     copies = len(used & {"init", "student"}) + (work.imitation_steps > 0 and recipe.teacher is None)
-    copies += 2 if recipe.optimizer.name == "adamw" else 1  # the optimiser's moments
+    copies += 2 if recipe.optimizer.name in ("adamw", "relative") else 1  # the optimiser's moments
     weights, teacher_weights = 4 * parameters, 4 * teacher_parameters  # bytes
     saved = weights * (1 + copies + (recipe.optimizer.ema is not None))
     return Estimate(

@@ -279,4 +279,4 @@ def lay_out(recipe: Recipe, data: Data | None = None) -> tuple[Data, Pools, Plan
         unreadable = Counter(data.unreadable) + Counter(extra.unreadable)
         data = dataclasses.replace(data, train=pools.images, unreadable=unreadable)
     sizes = {name: len(members) for name, members in pools.indices.items()}
-    return data, pools, make_plan(recipe, labelled=sizes["labelled"], pool_sizes=sizes)
+    return data, pools, make_plan(recipe, sizes)

@@ -21,13 +21,14 @@ from finetune_mile.learning.optim import make_optimizer, parameter_groups, relat
 from finetune_mile.learning.phases import RunView
 from finetune_mile.learning.roles import Average, Roles
 from finetune_mile.measures.guards import LossAlarm, lower_rates
+from finetune_mile.networks.heads import StandardisedLinear, get_head
 from finetune_mile.training import resume
 from finetune_mile.training.display import Display
 from finetune_mile.training.finish import finish
 from finetune_mile.training.folder import START, TRIAL, RunFolder, open_on_main
 from finetune_mile.training.labelling import pool_labeller
 from finetune_mile.training.monitor import LabelMonitor, recorded
-from finetune_mile.training.plan import LEAST_STEPS, make_plan
+from finetune_mile.training.plan import HELD_OUT, MOST_LABELS, has_trial, make_plan, trial_steps
 from finetune_mile.training.processes import warn_of_spread, weight_spread
 from finetune_mile.training.setup import Setup
 from finetune_mile.training.start import between, lines_to_beat, start_head
@@ -67,17 +68,18 @@ def train(setup: Setup, folder: RunFolder) -> int:
     return recorded(setup.accelerator, folder, setup.viewer.signals, work)
 
 
-def train_phases(setup: Setup, folder: RunFolder) -> tuple[Loop, LabelMonitor]:
+def train_phases(setup: Setup, folder: RunFolder, *, visible: bool = True) -> tuple[Loop, LabelMonitor]:
     """Train the phases that are left."""
     recipe, accelerator, plan = setup.recipe, setup.accelerator, setup.plan
     new, lines = not folder.saved(), None
     if recipe.head_init == "probe":
-        lines = start_head(setup, fit=new)
+        if not isinstance(get_head(setup.network), StandardisedLinear):  # else it was fitted before
+            lines = start_head(setup, fit=new)
     elif new and recipe.init != "none":
         lines = lines_to_beat(setup)
     if lines is not None and accelerator.is_main_process:
         write_json(folder.path / START, lines)
-    with Display(plan.total_steps, visible=accelerator.is_main_process) as display:
+    with Display(plan.total_steps, visible=visible and accelerator.is_main_process) as display:
         loop = make_loop(setup, folder, display)
         if recipe.track != "none":
             accelerator.init_trackers(folder.path.name, config={"recipe": to_yaml(recipe)})
@@ -144,9 +146,6 @@ def alarm(setup: Setup) -> LossAlarm:
 
 # -------------------------------------------------------------------- how far fine-tuning goes
 
-FEW_LABELS = 200  # below, a hold-out is noise
-MOST_LABELS = 20_000  # above, a trial would cost more than it can save
-HELD_OUT = 0.2
 SHARES = (1.0, 0.5)  # in the order of preference
 
 
@@ -164,14 +163,12 @@ def choose_share(setup: Setup, folder: RunFolder) -> float:
     if decided.is_file():
         return float(json.loads(decided.read_text(encoding="utf-8"))["share"])
     accelerator, labelled = setup.accelerator, len(setup.pools.indices["labelled"])
+    if not has_trial(setup.recipe, labelled):
+        return 1.0 if labelled > MOST_LABELS else 0.5
     try:
-        pools = hold_out(setup.pools, HELD_OUT, setup.recipe.seed) if labelled >= FEW_LABELS else None
+        pools = hold_out(setup.pools, HELD_OUT, setup.recipe.seed)
     except Problem:  # sets of labels, or one image a class
-        pools = None
-    if pools is None:
         return 0.5
-    if labelled > MOST_LABELS:
-        return 1.0
     trial = _trial(setup, pools)
     if accelerator.is_main_process and not (path / "recipe.yaml").is_file():
         RunFolder.create(path, to_yaml(trial.recipe), overwrite=False)
@@ -195,11 +192,10 @@ def choose_share(setup: Setup, folder: RunFolder) -> float:
 def _trial(setup: Setup, pools: Pools) -> Setup:
     """The set-up of a run without the held-out labels, whose steps shrink with them; it is not evaluated."""
     sizes = {name: len(members) for name, members in pools.indices.items()}
-    total = setup.plan.total_steps
-    steps = max(round(total * sizes["labelled"] / len(setup.pools.indices["labelled"])), min(total, LEAST_STEPS))
+    steps = trial_steps(setup.plan.total_steps, sizes["labelled"] / len(setup.pools.indices["labelled"]))
     evaluate = setup.recipe.evaluate.model_copy(update={"images": 0})
     recipe = setup.recipe.model_copy(update={"steps": steps, "evaluate": evaluate, "track": "none"})
-    plan = make_plan(recipe, labelled=sizes["labelled"], pool_sizes=sizes)
+    plan = make_plan(recipe, sizes)
     return dataclasses.replace(setup, recipe=recipe, pools=pools, plan=plan, network=copy.deepcopy(setup.network))
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from finetune_mile.checkpoints.cards import fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init
@@ -90,12 +90,12 @@ def main(argv: list[str]) -> int:
     return stoppable(lambda accelerator, signals: _embed(options, init, accelerator, signals))
 
 
-def stoppable(work: Callable[[Accelerator, Signals], None]) -> int:
+def stoppable(work: Callable[[Accelerator, Signals], None], precision: Literal["no", "auto"] = "no") -> int:
     """Start the processes and work; a signal stops it at a moment that the same command continues from."""
     from finetune_mile.training.processes import Signals, Stopped, start, wanted_precision
 
     with Signals() as signals:
-        accelerator = start(precision=wanted_precision("no"), seed=0, track="none", project=".")
+        accelerator = start(precision=wanted_precision(precision), seed=0, track="none", project=".")
         try:
             work(accelerator, signals)
         except Stopped as stopped:

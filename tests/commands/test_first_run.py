@@ -15,8 +15,8 @@ import finetune_mile
 from finetune_mile.cli import main as verbs
 from finetune_mile.measures.guards import worse_than_probe
 from finetune_mile.run import main
+from finetune_mile.training import plan as planning
 from finetune_mile.training import start as starts
-from finetune_mile.training import train as training
 from finetune_mile.training.setup import Viewer
 
 COLOURS = {"red": (160, 90, 90), "green": (90, 160, 90), "blue": (90, 90, 160)}
@@ -41,7 +41,7 @@ def photos(tmp_path_factory):
 @pytest.fixture
 def few(monkeypatch):
     """Sixty labels are enough for a trial."""
-    monkeypatch.setattr(training, "FEW_LABELS", 30)
+    monkeypatch.setattr(planning, "FEW_LABELS", 30)
 
 
 def results(run):

@@ -1,0 +1,132 @@
+"""`quickstart`: one command on a folder of photos, and the page that it writes."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from finetune_mile.checkpoints.cards import folder_of, read_card
+from finetune_mile.cli import main
+from finetune_mile.config.flags import parse
+from finetune_mile.core.problems import Problem
+from finetune_mile.measures.probing import doubtful
+from finetune_mile.training import plan as planning
+from finetune_mile.verbs import quickstart
+
+COLOURS = {"red": (160, 90, 90), "green": (90, 160, 90), "blue": (90, 90, 160)}
+LITTLE = ["--size", "24", "--workers", "0"]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Tinted noise: 20 training and 10 validation images a class; one blue photo is called red."""
+    root, draw = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for part, count in (("train", 20), ("val", 10)):
+        for name, tint in COLOURS.items():
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                mean = COLOURS["blue"] if (part, name, number) == ("train", "red", 7) else tint
+                pixels = np.clip(draw.normal(mean, 60, (32, 32, 3)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    return root
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """One seed, few steps, a cache of its own, and the run folder to write."""
+    monkeypatch.setattr(quickstart, "SEEDS", 1)
+    monkeypatch.setattr(planning, "LEAST_STEPS", 40)
+    monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "out"
+
+
+def facts_of(out):
+    return json.loads((out / "quickstart.json").read_text())
+
+
+def test_one_command_compares_methods_fine_tunes_the_best_and_finds_the_wrong_label(photos, quick, capsys):
+    assert main(["quickstart", str(photos), "--out", str(quick), *LITTLE]) == 0
+    facts, printed = facts_of(quick), capsys.readouterr()
+    names = [row["name"] for row in facts["rows"]]
+    assert names == ["k-NN", "softmax probe", "sigmoid probe", "softmax", "sigmoid", "wan", "mile", "auto"]
+    assert all(row["low"] <= row["mean"] <= row["high"] for row in facts["rows"])
+    assert min(row["mean"] for row in facts["rows"][1:]) > 80 > 2 * facts["majority"]
+    assert facts["doubts"][0]["id"] == "red/7.png"
+    assert (facts["doubts"][0]["given"], facts["doubts"][0]["instead"]) == ("red", "blue")
+    assert facts["results"]["accuracy"] > 90
+    assert (quick / "finetune/report.html").is_file()
+    assert sorted(path.name for path in quick.iterdir()) == ["finetune", "quickstart.html", "quickstart.json"]
+    page = (quick / "quickstart.html").read_text()
+    assert "red/7.png" in page
+    assert 'href="finetune/report.html"' in page
+    assert not re.search(r"\{\{|\{%|nan|None", re.sub(r'src="data:[^"]*"', "", page))
+    assert "tiny network that has seen drawings" in printed.err
+    assert facts["command"] in printed.out
+    options = parse(facts["command"].split()[2:])  # the command can be pasted
+    assert (options.init, options.data, options.method) == ("simclr-demo", str(photos), facts["best"])
+
+
+def test_without_time_fewer_labels_are_used_and_the_command_is_left(photos, quick, monkeypatch, capsys):
+    monkeypatch.setattr(quickstart, "FEATURE_SHARE", 1e-9)
+    assert main(["quickstart", str(photos), "--minutes", "0.001", "--out", str(quick), *LITTLE]) == 0
+    facts, printed = facts_of(quick), capsys.readouterr()
+    assert facts["labels"] == 3
+    assert len((quick / "labelled.txt").read_text().split()) == 3
+    assert "results" not in facts
+    assert "There was no time to fine-tune" in (quick / "quickstart.html").read_text()
+    assert "of the labels are used (--minutes more" in re.sub(r"\s+", " ", printed.err)
+
+
+def test_the_checkpoint_is_chosen_in_this_order(photos, tmp_path, monkeypatch):
+    monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "photos"
+    folder.mkdir()
+
+    def chosen(*words):
+        return quickstart.choose_init(quickstart.build_parser().parse_args([str(folder), *words]))
+
+    assert chosen() == ("simclr-demo", "it comes with the package")
+    assert chosen("--download") == ("swav", "--download")
+    for name in ("mocov2", "swav"):
+        card = read_card(quickstart.list_cards()[name])
+        folder_of(card).mkdir(parents=True)
+        (folder_of(card) / card.file).write_bytes(b"")
+    assert chosen() == ("swav", "it was downloaded before")  # the better one of the two
+    (folder / "own.pth").write_bytes(b"")
+    assert chosen("--download") == (str(folder / "own.pth"), "it lies beside the photos")
+    assert chosen("--init", "mocov2") == ("mocov2", "--init")
+    (folder / "other.safetensors").write_bytes(b"")
+    with pytest.raises(Problem, match="holds 2 checkpoints; say which one with --init"):
+        chosen()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--minutes", "0"], "--minutes 0: must be above 0"),
+        (["--init", "no-such-card"], "--init no-such-card: no such file, and no card of that name"),
+        (["--out", "{photos}"], "is there already; choose a new folder"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(photos, tmp_path, monkeypatch, capsys, words, sentence):
+    monkeypatch.chdir(tmp_path)
+    assert main(["quickstart", str(photos), *(word.format(photos=photos) for word in words)]) == 2
+    assert sentence in re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert not any(tmp_path.iterdir())
+
+
+def test_doubtful_labels_come_least_likely_first():
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.arange(4).repeat(25)
+    features = torch.eye(4)[labels] * 4 + torch.randn(100, 4, generator=draw) * 0.5
+    wrong = labels.clone()
+    wrong[10], wrong[21] = (labels[10] + 1) % 4, -1
+    listed, accuracy = doubtful(features.numpy(), wrong, 4)
+    assert listed[0][:2] == (10, int(wrong[10]))
+    assert listed[0][3] == int(labels[10])
+    assert [given for _, _, given, _, _ in listed] == sorted(given for _, _, given, _, _ in listed)
+    assert 21 not in [row for row, *_ in listed]
+    assert accuracy == pytest.approx(100 * (1 - len(listed) / 99))
