@@ -54,8 +54,7 @@ def prepare(folder: Path, init: str, data: str, fraction: float, seed: int, opti
     from finetune_mile.images.pipeline import centre_view, normalise
     from finetune_mile.images.sources import load_data
     from finetune_mile.images.splits import fingerprint, hold_out, labelled_pools
-    from finetune_mile.training.plan import LEAST_STEPS, auto_epochs
-    from finetune_mile.training.train import FEW_LABELS, HELD_OUT, MOST_LABELS
+    from finetune_mile.training.plan import FEW_LABELS, HELD_OUT, LEAST_STEPS, MOST_LABELS, auto_epochs, trial_steps
 
     images = load_data(data)
     pools = labelled_pools(images, fraction=fraction, seed=seed)
@@ -64,7 +63,7 @@ def prepare(folder: Path, init: str, data: str, fraction: float, seed: int, opti
     trial = 0
     if FEW_LABELS <= len(labelled) <= MOST_LABELS:
         kept = len(hold_out(pools, HELD_OUT, seed).indices["labelled"])
-        trial = max(round(total * kept / len(labelled)), min(total, LEAST_STEPS))
+        trial = trial_steps(total, kept / len(labelled))
     network = finetune_mile.load(init)
     card: Any = network.card
     convention = card.preprocess.model_copy(update={"size": options.size})
