@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     Trained = tuple[Features, float, dict[str, Any]]  # logits, accuracy by the tool's own pipeline, further facts
 
 BENCHMARKS = Path(__file__).resolve().parent.parent
-PACKAGES = {"fastai": "fastai", "LightlyTrain": "lightly-train"}
-MODULES = {"fastai": "fastai.vision.all", "LightlyTrain": "lightly_train"}
+SHORT = "LightlyTrain-warmup10"  # its learning rate rises for a tenth of the steps; by default for all of so few
+MODULES = {"fastai": "fastai.vision.all", "LightlyTrain": "lightly_train", SHORT: "lightly_train"}
 BUDGETS = ("once", "twice")  # the steps of our final run; those of our trial and final run
 OURS = ("sigmoid", "mile")
 MEASURES = {"accuracy": "own views", "on_our_views": "our views"}  # how a peer sees the validation photos
@@ -91,25 +91,25 @@ def prepare(folder: Path, init: str, data: str, fraction: float, seed: int, opti
 def run_peers(options: argparse.Namespace) -> None:
     """Train every peer on every cell that has no result yet, the first seed of all data first."""
     missing = {}
-    for peer, module in MODULES.items():
+    for peer in options.peers:
+        module = MODULES[peer]
         words = [str(options.python), "-c", f"import {module}"]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
             missing[peer] = (done.stderr.strip() or "no message").splitlines()[-1]
             print(f"{peer}: skipped, {options.python} cannot import {module}: {missing[peer]}", flush=True)
-    if len(missing) == len(PACKAGES):
-        return
+    peers = [peer for peer in options.peers if peer not in missing]
     for seed in range(options.seeds):
         for init in options.init:
             for data in options.data:
                 folder = options.out / f"{init[0]}-{data[0]}-{options.fraction}-{seed}"
-                if len(list(folder.glob("*.json"))) == 2 * len(PACKAGES):
+                if all((folder / f"{peer}-{budget}.json").is_file() for peer in peers for budget in BUDGETS):
                     continue
                 job, budgets = prepare(folder, init[1], data[1], float(options.fraction), seed, options)
                 for budget, steps in zip(BUDGETS, budgets, strict=True):
-                    for peer in PACKAGES:
+                    for peer in peers:
                         out = folder / f"{peer}-{budget}.json"
-                        if peer in missing or out.is_file():
+                        if out.is_file():
                             continue
                         print(time.strftime("%H:%M:%S"), folder.name, peer, steps, "steps", flush=True)
                         work = json.dumps({**job, "peer": peer, "steps": steps, "out": str(out)})
@@ -142,7 +142,7 @@ def table(options: argparse.Namespace) -> Iterator[str]:
     """One row per data set and seed, then means and paired differences, with the peers' own and with our views."""
     from own_photos import interval
 
-    peers = [f"{peer}-{budget}" for peer in PACKAGES for budget in BUDGETS]
+    peers = [f"{peer}-{budget}" for peer in options.peers for budget in BUDGETS]
     columns = [*OURS, *(name for name in peers if any(options.out.glob(f"*/{name}.json")))]
     yield f"| photos | seed | labels | steps | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 4)}\n"
     cells: dict[str, list[dict[str, dict[str, float]]]] = {}
@@ -202,14 +202,14 @@ def run_job(job: dict[str, Any]) -> None:
             )
 
     began = time.monotonic()
-    logits, own, facts = {"fastai": fastai, "LightlyTrain": lightly_train}[job["peer"]](job, folder, check)
+    logits, own, facts = (fastai if job["peer"] == "fastai" else lightly_train)(job, folder, check)
     with torch.inference_mode():
         guesses = torch.cat([logits(some).argmax(1) for some in views.split(64)])
     result = {
         "accuracy": own, "on_our_views": 100 * float((guesses == saved["given"]).float().mean()),
         "feature_difference": differences[0], "steps": job["steps"], "labelled": job["labelled"], "split": job["split"],
-        "images": len(views), "seconds": round(time.monotonic() - began), "version": version(PACKAGES[job["peer"]]),
-        **facts,
+        "images": len(views), "seconds": round(time.monotonic() - began),
+        "version": version(MODULES[job["peer"]].split(".")[0]), **facts,
     }  # fmt: skip
     Path(job["out"]).write_text(json.dumps(result, indent=1) + "\n")
 
@@ -269,7 +269,8 @@ def lightly_train(job: dict[str, Any], folder: Path, check: Callable[[Features],
     tool.train_image_classification(
         out=out, overwrite=True, model=f"torchvision/{job['arch']}", steps=job["steps"], batch_size=job["batch_size"],
         seed=job["seed"], num_workers=0, accelerator="cpu", save_checkpoint_args={"save_best": False},
-        model_args={"backbone_weights": str(folder / "weights.pt")},
+        model_args={"backbone_weights": str(folder / "weights.pt"),
+                    **({"lr_warmup_steps": job["steps"] // 10} if job["peer"] == SHORT else {})},
         data={"train": str(folder / "train"), "val": str(folder / "val"),
               "classes": {number: f"{number:04d}" for number in range(job["classes"])}},
         transform_args={"image_size": (job["size"],) * 2, "normalize": {"mean": job["mean"], "std": job["std"]}},
@@ -293,6 +294,7 @@ def main() -> None:
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="of the peers' environment")
     parser.add_argument("--init", action="append", type=pair, required=True)
     parser.add_argument("--data", action="append", type=pair, required=True)
+    parser.add_argument("--peers", nargs="+", choices=MODULES, default=["fastai", "LightlyTrain"])
     parser.add_argument("--fraction", default="0.1")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--size", type=int, default=64)
