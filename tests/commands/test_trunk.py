@@ -68,6 +68,18 @@ def test_a_head_on_features_is_the_head_that_images_train(run_demo, flags):
     assert 0 < moved < 1e-3, "float16 is not float32"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["mile", "softmax"])
+def test_float16_costs_no_accuracy(run_demo, method):
+    """On 1,000 validation images that a backbone of another scale than a new classifier tells apart."""
+    flags = ["--data", "demo:4000", "--init", "simclr-demo", "--trunk", "frozen", "--method", method]
+    flags += ["--recipe", "finetune", "--keep", "last", "--steps", "300", "--batch-size", "64", "--set", "precision=no"]
+    half, wide = (run_demo(dtype, *flags, "--set", f"feature_dtype={dtype}") for dtype in ("float16", "float32"))
+    assert results(wide)["images"] == 1000
+    assert results(wide)["accuracy"] > 30
+    assert results(half)["accuracy"] == pytest.approx(results(wide)["accuracy"], abs=0.3)
+
+
 def test_the_export_joins_backbone_and_head(run_demo):
     out = run_demo("run", *SHORT_MILE, "--init", "simclr-demo", "--arch", "resnet-demo", "--trunk", "frozen", *WIDE)
     backbone = finetune_mile.load("simclr-demo").state_dict()
