@@ -55,6 +55,7 @@ MODES = {
     "semi-share-cycle": [*MILE, *SOFT, *TENTH, "unlabelled", *SHARE, *CYCLE],
     "mile-augmented": [*MILE, *SOFT, *AUGMENTED],
     "unlabelled": [*MILE, *SOFT, "--semi", "unlabelled", "--unlabelled", "demo:60", "--set", "views=weak-strong"],
+    "frozen": [*MILE, "--trunk", "frozen", "--set", "feature_dtype=float32"],
 }
 
 MODES |= {
@@ -89,6 +90,7 @@ def play(folder):
     from finetune_mile.run import main
 
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    os.environ["FINETUNE_MILE_CACHE"] = str(folder / "cache")  # features of these processes
     digits = folder.parent / "digits"
     if not digits.is_dir():
         write_mnist(digits, 300, 60)

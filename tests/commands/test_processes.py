@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from golden import NUMBERS, numbers_of
 from idx_files import write_mnist
@@ -26,7 +27,8 @@ def launch(script, *flags, processes, use_cpu):
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
     env |= {"ACCELERATE_USE_CPU": "1"} if use_cpu else {}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return subprocess.run([*command, str(ROOT / script), *flags], env=env, capture_output=True, text=True, timeout=600)
+    target = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
+    return subprocess.run([*command, *target, *flags], env=env, capture_output=True, text=True, timeout=600)
 
 
 def distance(a, b):
@@ -72,6 +74,49 @@ def test_two_processes_equal_one_in_every_mode(played):
         results = [json.loads((folder / mode / "results.json").read_text()) for folder in (one, two)]
         images = 120 if DIGITS in MODES[mode] else 100 if mode == "first-run" else 30
         assert results[0]["images"] == results[1]["images"] == images
+
+
+def stored(place):
+    """The features and the record of the images of each split of a store."""
+    return {
+        split: (np.load(place / f"{split}.npy"), np.fromfile(place / f"{split}.done", dtype=np.uint8))
+        for split in ("train", "val")
+    }
+
+
+def assert_same_features(one, two, sizes):
+    for split, size in sizes.items():
+        (ours, done), (theirs, record) = one[split], two[split]
+        assert done.tolist() == record.tolist() == [1] * size
+        assert ours.shape == theirs.shape
+        assert ours.std() > 0.01
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_two_processes_compute_the_features_of_a_frozen_run(played):
+    (one,), (two,) = (list((folder / "cache/features").iterdir()) for folder in played)
+    assert one.name == two.name, "the number of processes is not part of the key"
+    assert_same_features(stored(one), stored(two), {"train": 120, "val": 30})
+
+
+@pytest.mark.slow
+def test_two_processes_embed_as_one_does(tmp_path):
+    """Into a folder that one process began: the rest is computed by both, and nothing twice."""
+    flags = ["embed", "--init", "simclr-demo", "--data", "demo:121", "--dtype", "float32", "--batch-size", "7"]
+    for processes in (1, 2):
+        done = launch("finetune_mile.cli", *flags, str(tmp_path / str(processes)), processes=processes, use_cpu=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+    whole = stored(tmp_path / "1")
+    assert_same_features(whole, stored(tmp_path / "2"), {"train": 121, "val": 30})
+    begun = tmp_path / "2"
+    (begun / "train.done").write_bytes(bytes([1] * 100 + [0] * 21))
+    marked = np.load(begun / "train.npy", mmap_mode="r+")
+    marked[:] = 7
+    marked.flush()
+    assert launch("finetune_mile.cli", *flags, str(begun), processes=2, use_cpu=True).returncode == 0
+    rows, _ = stored(begun)["train"]
+    assert (rows[:100] == 7).all()
+    np.testing.assert_allclose(rows[100:], whole["train"][0][100:], atol=1e-5)
 
 
 @pytest.mark.slow
