@@ -18,6 +18,7 @@ from torch.nn.functional import normalize, softplus
 
 Activation = Literal["softmax", "sigmoid"]
 STRENGTHS = tuple(10.0 ** (-half / 2) for half in range(14))  # from strong to weak: 1 to 10^-6.5
+STRONGEST = STRENGTHS[6]  # that may be chosen: where few labels are held out, they vote for no weights at all
 FOLDS, FEW = 5, 1000  # below so many images every fold is held out once; above, one of them is enough
 PATIENCE = 2  # strengths in a row that are worse than the best before the search ends
 ITERATIONS, SEARCH_ITERATIONS = 200, 40
@@ -113,13 +114,15 @@ def _choose(z: Tensor, y: Tensor, activation: Activation, seed: int) -> tuple[fl
     if not parts:
         return STRENGTHS[len(STRENGTHS) // 2], float("nan"), None
     solutions = [_start(z[train], y[train], activation) for train, _ in parts]
-    best, best_loss, near, worse = STRENGTHS[0], float("inf"), solutions[0], 0
+    best, best_loss, near, worse = STRONGEST, float("inf"), solutions[0], 0
     for strength in STRENGTHS:
         total, count = 0.0, 0
         for number, (train, held) in enumerate(parts):
             solutions[number] = _fit(z[train], y[train], activation, strength, solutions[number], SEARCH_ITERATIONS)
             total += _loss(z[held], y[held], activation, solutions[number])[0] * int(held.sum())
             count += int(held.sum())
+        if strength > STRONGEST:
+            continue
         if total / count < best_loss:
             best, best_loss, near, worse = strength, total / count, solutions[0], 0
         else:

@@ -116,3 +116,15 @@ def test_a_relative_step_moves_every_tensor_by_a_share_of_its_size():
             size = before[name].square().mean().sqrt()
             moved = (tensor - before[name]).abs()
             torch.testing.assert_close(moved, torch.full_like(moved, 0.01 * float(size)), rtol=1e-2, atol=1e-7)
+
+
+def test_few_labels_do_not_choose_a_probe_that_knows_only_the_frequent_classes():
+    draw = torch.Generator().manual_seed(0)
+    counts = torch.tensor([8, 5, 4, 3, 3, 2, 2, 2, 1, 1])
+    means = 0.2 * torch.randn(10, 256, generator=draw)
+    labels, many = (torch.arange(10).repeat_interleave(counts * times) for times in (1, 20))
+    features, more = (means[each] + torch.randn(len(each), 256, generator=draw) for each in (labels, many))
+    fitted = fit_probe(features, given_matrix(labels, 10), "sigmoid")
+    guesses = fitted.logits(more).argmax(1)
+    assert guesses.unique().numel() >= 6  # 4 with the strength that the held-out labels like best
+    assert (guesses == many).double().mean() > 0.35  # 0.31 with it; the most frequent class alone has 0.26
