@@ -124,7 +124,7 @@ def test_few_labels_do_not_choose_a_probe_that_knows_only_the_frequent_classes()
     means = 0.2 * torch.randn(10, 256, generator=draw)
     labels, many = (torch.arange(10).repeat_interleave(counts * times) for times in (1, 20))
     features, more = (means[each] + torch.randn(len(each), 256, generator=draw) for each in (labels, many))
-    fitted = fit_probe(features, given_matrix(labels, 10), "sigmoid")
+    fitted = fit_probe(features, one_hot(labels), "sigmoid")
     guesses = fitted.logits(more).argmax(1)
     assert guesses.unique().numel() >= 6  # 4 with the strength that the held-out labels like best
     assert (guesses == many).double().mean() > 0.35  # 0.31 with it; the most frequent class alone has 0.26
