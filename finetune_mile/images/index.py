@@ -68,6 +68,7 @@ class Data:
     # The source's own numbers for results.json, from probabilities (n, C) and the validation images (n,) of the rows.
     extra_scores: Callable[[Tensor, Tensor], dict[str, float]] | None = None
     unreadable: Mapping[str, int] = field(default_factory=dict)  # files beside the images, by ending: .heic, .dng, ...
+    notes: tuple[str, ...] = ()  # what else a user should know before a run
 
 
 # ------------------------------------------------------------------------------------ names

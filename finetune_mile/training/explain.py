@@ -53,9 +53,9 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
     unused = len(given) - int(((given > 0).any(1) if given.ndim == 2 else given >= 0).sum())
     if recipe.semi == "none" and unused:
         out.print(f"        {unused:,} images have no label and are not used; use them with --method mile --semi all")
-    if setup.data.unreadable:
-        sentence = f"warning: --data {recipe.data}: {say_unreadable(setup.data.unreadable)}"
-        out.print(sentence, style="yellow", markup=False)
+    notes = [*setup.data.notes, *([say_unreadable(setup.data.unreadable)] if setup.data.unreadable else [])]
+    for sentence in notes:
+        out.print(f"warning: --data {recipe.data}: {sentence}", style="yellow", markup=False)
     if recipe.trunk != "all":
         learning = sum(p.numel() for p in setup.network.parameters() if p.requires_grad)
         way = "on features that are computed once, without augmentation" if recipe.trunk == "frozen" else "on images"

@@ -135,6 +135,7 @@ def report(data: Data, splits: dict[str, Findings]) -> Iterator[str]:
         yield f"exact duplicates across {first} and {second}: {len(shared)}"
         for digest in shared[:SHOWN]:
             yield f"  {second} {two.images.ids[two.hashes[digest]]} is {first} {one.images.ids[one.hashes[digest]]}"
+    yield from data.notes
     if data.val.truth is not None:
         labels = data.val.truth.sum(1)
         empty, several = int((labels == 0).sum()), int((labels > 1).sum())

@@ -57,21 +57,29 @@ def load(where: str) -> Data:
         tops = tuple(f"{name}/" for name in UNLABELLED)
         labels = [["" if file.startswith(tops) else name for file, name in zip(scans[0].names, labels[0], strict=True)]]
     classes = sorted(set(labels[0]) - {""})
-    for folder, given in zip(folders[1:], labels[1:], strict=True):
-        unknown = sorted(set(given) - {*classes, ""})
-        if unknown:
-            raise Problem(f"{flag}: {folder.name}/ has classes that train/ lacks: {', '.join(unknown[:5])}")
+    strange = [sorted(set(names) - {*classes, ""}) for names in labels[1:]]
+    if strange and strange[0]:
+        raise Problem(f"{flag}: {folders[1].name}/ has classes that train/ lacks: {', '.join(strange[0][:5])}")
     if len(classes) == 1:
         raise Problem(
             f"{flag}: only one class ({classes[0]}); two are needed (for images without labels write "
             f"folder:{place}?labels=none)"
         )
+    files = [scan.names for scan in scans]
+    notes: tuple[str, ...] = ()
+    if len(folders) == 3 and strange[1]:  # a run does not stop for images that nothing depends on
+        known = [place for place, name in enumerate(labels[2]) if name in set(classes)]
+        notes = (
+            f"test/ has {len(labels[2]) - len(known):,} images of classes that train/ lacks, which are not scored: "
+            f"{', '.join(strange[1][:5])}",
+        )
+        files[2], labels[2] = ([each[place] for place in known] for each in (files[2], labels[2]))
     sets = [
-        to_set(scan.names, number(names, classes), Files(folder, scan.names))
-        for folder, scan, names in zip(folders, scans, labels, strict=True)
+        to_set(names, number(given, classes), Files(folder, names))
+        for folder, names, given in zip(folders, files, labels, strict=True)
     ]
     data = make_data(root.resolve().name, classes, sets[:2], flag)
-    data = dataclasses.replace(data, test=sets[2] if len(sets) == 3 else None)
+    data = dataclasses.replace(data, test=sets[2] if len(sets) == 3 and len(sets[2]) else None, notes=notes)
     if extra is not None:
         scans.append(scan_tree(extra, flag))
         no_labels = number(_no_labels(scans[-1], f"{flag} ({extra.name}/)"), ())
