@@ -7,6 +7,7 @@ others.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from finetune_mile.core.problems import Problem
@@ -65,7 +66,7 @@ def load(where: str) -> Data:
             f"{flag}: only one class ({classes[0]}); two are needed (for images without labels write "
             f"folder:{place}?labels=none)"
         )
-    files = [scan.names for scan in scans]
+    files: list[Sequence[str]] = [scan.names for scan in scans]
     notes: tuple[str, ...] = ()
     if len(folders) == 3 and strange[1]:  # a run does not stop for images that nothing depends on
         known = [place for place, name in enumerate(labels[2]) if name in set(classes)]
