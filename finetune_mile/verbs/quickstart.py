@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import copy
 import json
+import math
 import os
 import shlex
 import sys
@@ -50,6 +51,9 @@ SEEDS = 5
 # Each method with settings of its own; auto needs imitations that are not short (docs/auto.md).
 COMPARED: dict[str, list[str]] = {
     "softmax": [], "sigmoid": [], "wan": [], "mile": [], "auto": ["mile.k_t=50 %", "mile.k_s=50 %"],
+}  # fmt: skip
+NAMES = {
+    "wan": "weak negatives", "mile": "multi-label iterated learning", "auto": "MILe, thresholds from held-out labels",
 }  # fmt: skip
 FEATURE_SHARE = 0.5  # of the minutes: features take this long at most
 TIMED = 128  # images whose features are computed to see how fast it is
@@ -178,9 +182,10 @@ class Quickstart:
         facts["seconds"] = time.monotonic() - self.began
         write_json(out / "quickstart.json", facts)
         pictures = self.pictures(data, [int(labelled[row]) for row, *_ in doubts[:DOUBTS]])
-        write_page(
-            out / "quickstart.html", "quickstart.html", title=f"{data.name}: a first look", pictures=pictures, **facts
-        )
+        highest = max(facts.get("results", {}).get("accuracy", 0.0), *(row["high"] for row in facts["rows"]))
+        top = min(10 * math.ceil(highest / 10 + 0.1), 100)  # of the page's scale
+        page = {"title": f"{data.name}: a first look", "pictures": pictures, "names": NAMES, "top": top}
+        write_page(out / "quickstart.html", "quickstart.html", **page, **facts)
         show(facts)
         sys.stdout.write(f"\n{out / 'quickstart.html'}\n")
 
@@ -368,12 +373,12 @@ def conclusions(right: dict[str, Tensor], verdicts: list[dict[str, Any]]) -> lis
         labels = sum(verdict["labels_found"] for verdict in verdicts) / len(verdicts)
         if opened > len(verdicts) / 2:
             sentences.append(
-                f"Many photos look as if they hold more than one of the classes: `auto` says so with {opened} "
+                f"Many photos look as if they hold more than one of the classes: method auto says so for {opened} "
                 f"of {len(verdicts)} seeds, at {labels:.1f} labels per photo. Try --method auto on the whole network."
             )
         else:
             sentences.append(
-                f"No sign that photos hold more than one of the classes: the test of `auto` found it for {opened} of "
+                f"No sign that photos hold more than one of the classes: method auto found one for {opened} of "
                 f"{len(verdicts)} seeds."
             )
     return sentences
