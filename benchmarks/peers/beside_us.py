@@ -103,10 +103,11 @@ def run_peers(options: argparse.Namespace) -> None:
         for init in options.init:
             for data in options.data:
                 folder = options.out / f"{init[0]}-{data[0]}-{options.fraction}-{seed}"
-                if all((folder / f"{peer}-{budget}.json").is_file() for peer in peers for budget in BUDGETS):
+                if all((folder / f"{peer}-{budget}.json").is_file() for peer in peers for budget in options.budgets):
                     continue
                 job, budgets = prepare(folder, init[1], data[1], float(options.fraction), seed, options)
-                for budget, steps in zip(BUDGETS, budgets, strict=True):
+                for budget in options.budgets:
+                    steps = budgets[BUDGETS.index(budget)]
                     for peer in peers:
                         out = folder / f"{peer}-{budget}.json"
                         if out.is_file():
@@ -122,8 +123,13 @@ def run_peers(options: argparse.Namespace) -> None:
                             print("  ", out.read_text().replace("\n", ""), flush=True)
 
 
-def ours(run: Path, once: dict[str, Any], twice: dict[str, Any]) -> float | None:
-    """The accuracy of one of our runs; it must have had the labels, steps and validation images of the peers."""
+def ours(run: Path, results_of: dict[str, dict[str, Any]]) -> float | None:
+    """The accuracy of one of our runs; it must have had the labels, steps and validation images of the peers.
+
+    Args:
+        run: its folder.
+        results_of: the result of some peer for each budget that was run.
+    """
     import yaml
 
     if not (run / "results.json").is_file():
@@ -131,10 +137,12 @@ def ours(run: Path, once: dict[str, Any], twice: dict[str, Any]) -> float | None
     steps = [yaml.safe_load(file.read_text())["steps"] for file in (run / "recipe.yaml", run / "trial/recipe.yaml")
              if file.is_file()]  # fmt: skip
     split, results = (json.loads((run / name).read_text()) for name in ("split.json", "results.json"))
-    mine = {"labels": split["sha256"], "steps": steps[0], "all steps": sum(steps), "images": results["images"]}
-    theirs = {"labels": once["split"], "steps": once["steps"], "all steps": twice["steps"], "images": once["images"]}
-    if mine != theirs:
-        sys.exit(f"{run}: {mine}, but the peers had {theirs}; remove the peers' results of this cell, or the run")
+    for budget, peer in results_of.items():
+        taken = steps[0] if budget == "once" else sum(steps)
+        mine = {"labels": split["sha256"], "steps": taken, "images": results["images"]}
+        theirs = {"labels": peer["split"], "steps": peer["steps"], "images": peer["images"]}
+        if mine != theirs:
+            sys.exit(f"{run}: {mine}, but the peers had {theirs}; remove the peers' results of this cell, or the run")
     return float(results["accuracy"])
 
 
@@ -142,7 +150,7 @@ def table(options: argparse.Namespace) -> Iterator[str]:
     """One row per data set and seed, then means and paired differences, with the peers' own and with our views."""
     from own_photos import interval
 
-    peers = [f"{peer}-{budget}" for peer in options.peers for budget in BUDGETS]
+    peers = [f"{peer}-{budget}" for peer in options.peers for budget in options.budgets]
     columns = [*OURS, *(name for name in peers if any(options.out.glob(f"*/{name}.json")))]
     yield f"| photos | seed | labels | steps | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 4)}\n"
     cells: dict[str, list[dict[str, dict[str, float]]]] = {}
@@ -152,17 +160,19 @@ def table(options: argparse.Namespace) -> Iterator[str]:
                 name = f"{init[0]}-{data[0]}-{options.fraction}"
                 results = {file.stem: json.loads(file.read_text())
                            for file in (options.out / f"{name}-{seed}").glob("*.json")}  # fmt: skip
-                once, twice = (next((r for key, r in results.items() if key.endswith(b)), None) for b in BUDGETS)
-                if once is None or twice is None:
+                first = {b: next((r for key, r in results.items() if key.endswith(b)), None) for b in options.budgets}
+                measured = {budget: result for budget, result in first.items() if result is not None}
+                if not measured:
                     continue
                 for method in OURS:
-                    accuracy = ours(options.runs / f"{name}-{method}-{seed}", once, twice)
+                    accuracy = ours(options.runs / f"{name}-{method}-{seed}", measured)
                     if accuracy is not None:
                         results[method] = dict.fromkeys(MEASURES, accuracy)
                 cells.setdefault(data[0], []).append(results)
                 row = {key: each["accuracy"] for key, each in results.items()}
-                steps = f"{once['steps']}, {twice['steps']}"
-                yield f"| {data[0]} | {seed} | {once['labelled']} | {steps} | {line(row, columns, '{:.1f}')} |\n"
+                steps = ", ".join(str(result["steps"]) for result in measured.values())
+                labelled = next(iter(measured.values()))["labelled"]
+                yield f"| {data[0]} | {seed} | {labelled} | {steps} | {line(row, columns, '{:.1f}')} |\n"
     for title, some in (*cells.items(), ("all", [cell for each in cells.values() for cell in each])):
         complete = [cell for cell in some if set(columns) <= set(cell)]
         for measure, words in MEASURES.items() if complete else ():
@@ -295,6 +305,7 @@ def main() -> None:
     parser.add_argument("--init", action="append", type=pair, required=True)
     parser.add_argument("--data", action="append", type=pair, required=True)
     parser.add_argument("--peers", nargs="+", choices=MODULES, default=["fastai", "LightlyTrain"])
+    parser.add_argument("--budgets", nargs="+", choices=BUDGETS, default=BUDGETS)
     parser.add_argument("--fraction", default="0.1")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--size", type=int, default=64)
