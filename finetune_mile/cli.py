@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 
+from finetune_mile import __version__
 from finetune_mile.core.problems import Problem, did_you_mean, tell
 
 # Verb: (module with main(argv) -> exit code, what it does).
 VERBS: dict[str, tuple[str, str]] = {
-    "run": ("finetune_mile.run", "train: the same as finetune_mile/run.py"),
+    "run": ("finetune_mile.run", "fine-tune, or train from scratch; `train` is the same"),
     "quickstart": ("finetune_mile.verbs.quickstart", "a folder of photos: what works on it, in minutes, on one page"),
     "pretrain": ("finetune_mile.verbs.pretrain", "pre-train without labels: SimCLR, MoCo-v2, BYOL or SwAV"),
     "embed": ("finetune_mile.verbs.embed", "compute the features of a checkpoint once, for probes and runs"),
@@ -30,9 +31,13 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.write("usage: finetune-mile VERB ...\n\n")
         for verb, (_, does) in VERBS.items():
             sys.stdout.write(f"  {verb:<10} {does}\n")
-        sys.stdout.write("\nfinetune-mile VERB --help tells more\n")
+        sys.stdout.write("\nfinetune-mile VERB --help tells more, --version the version\n")
         return 0 if words else 2
     verb, *rest = words
+    if verb == "--version":
+        sys.stdout.write(f"finetune-mile {__version__}\n")
+        return 0
+    verb = {"train": "run", "evaluate": "eval"}.get(verb, verb)
     if verb not in VERBS:
         return tell(Problem(f"{verb}: unknown verb; {did_you_mean(verb, VERBS)}"))
     try:

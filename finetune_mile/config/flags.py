@@ -12,7 +12,8 @@ from finetune_mile.config.schema import Variant
 from finetune_mile.core.problems import Problem, did_you_mean, nearest
 from finetune_mile.methods import METHODS
 
-NUMBERS = ("fraction", "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed")
+NUMBERS = ("fraction", "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed", "size")
+SAME = {"--lr": "--learning-rate", "--size": "--image-size"}  # other tools' names
 _WHOLE = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
@@ -23,11 +24,12 @@ FLAGS = {
         "--init": "card name, file, directory, timm:NAME, or none (from scratch)",
         "--data": "demo, folder:DIR, imagenet:DIR, hf:NAME_OR_DIR, csv:FILE, wds:DIR, webvision:DIR, celeba:DIR, "
         "multi-mnist:DIR, mosaic:DIR, colored-mnist:DIR, colored-mnist+:DIR; a bare directory is folder:",
-        "--fraction": "share of the labels to use, such as 0.01",
+        "--fraction": "share of the labels to use, such as 0.01 or 1%%",
         "--split FILE": "a list of the labelled images, or the split.json of a run",
         "--truth": "true label sets for evaluation: real, csv:FILE, counts:FILE.npy,INDEX.csv,0.1",
         "--method": " | ".join(METHODS),
         "--variant": " | ".join(get_args(Variant)) + ": where paper and published code differ",
+        "--size": "image side in pixels (default: as the checkpoint says)",
         "--arch": "network, such as resnet50, resnet50-sk, timm:NAME",
         "--semi": "none | all | unlabelled: images that imitation draws from",
         "--unlabelled DIR": "more images for --semi: a folder of photos, or any --data; labels are ignored",
@@ -53,10 +55,10 @@ FLAGS = {
 SETTINGS = tuple(flag.split()[0].removeprefix("--").replace("-", "_") for group in FLAGS.values() for flag in group)
 
 EPILOG = """examples:
-  accelerate launch finetune_mile/run.py                                   the demo, about a minute on two cores
-  accelerate launch finetune_mile/run.py --init simclrv2-sk1 --fraction 0.01       ImageNet, 1 % of the labels
-  accelerate launch finetune_mile/run.py --init moco.pth.tar --data folder:photos --fraction 0.1
-  accelerate launch finetune_mile/run.py --resume runs/demo-1              continue a run that was stopped
+  finetune-mile run                                                    the demo, about a minute on two cores
+  finetune-mile run --init moco.pth.tar --data folder:photos --fraction 0.1
+  finetune-mile run --resume runs/demo-1                               continue a run that was stopped
+  accelerate launch -m finetune_mile.run --init simclrv2-sk1 --fraction 0.01    several GPUs
 """
 
 
@@ -113,7 +115,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     parser = Parser(
-        prog="finetune_mile/run.py", allow_abbrev=False, epilog=EPILOG,
+        prog="finetune-mile run", allow_abbrev=False, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Fine-tune a self-supervised checkpoint with MILe, or train from scratch, on one Accelerate loop.",
     )  # fmt: skip
@@ -121,7 +123,8 @@ def build_parser() -> Parser:
         group = parser.add_argument_group(title)
         for words, text in flags.items():
             flag, _, metavar = words.partition(" ")
-            group.add_argument(flag, metavar=metavar or None, help=text)
+            names = (flag, SAME[flag]) if flag in SAME else (flag,)
+            group.add_argument(*names, metavar=metavar or None, help=text)
     group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                        help="any other setting of the recipe, such as optimizer.momentum=0.8")  # fmt: skip
     where = parser.add_argument_group("where")
@@ -159,7 +162,11 @@ def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> ar
 def given_settings(options: argparse.Namespace, settings: tuple[str, ...] = SETTINGS) -> dict[str, Any]:
     """The settings that were given, by recipe key; what is not a number stays text, and the recipe refuses it."""
     texts = {key: getattr(options, key) for key in settings if getattr(options, key) is not None}
-    return {key: _number(text) if key in NUMBERS else text for key, text in texts.items()}
+    numbers = {key: _number(text) if key in NUMBERS else text for key, text in texts.items()}
+    percent = _number(str(texts.get("fraction", "")).removesuffix("%"))
+    if str(texts.get("fraction")).endswith("%") and not isinstance(percent, str):
+        numbers["fraction"] = percent / 100
+    return numbers
 
 
 def _number(text: str) -> int | float | str:

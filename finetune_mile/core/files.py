@@ -29,9 +29,12 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def shipped(name: str) -> Path:
-    """The folder `weights` or `recipes`: at the repository's root, or inside an installed wheel."""
-    at_root = _PACKAGE.parent / name
-    return at_root if at_root.is_dir() else _PACKAGE / "_shipped" / name
+    """The folder `weights` or `recipes`: inside an installed wheel, or at the repository's root.
+
+    Beside an installed package lies site-packages, where other packages put folders of these names.
+    """
+    inside = _PACKAGE / "_shipped" / name
+    return inside if inside.is_dir() else _PACKAGE.parent / name
 
 
 def cache() -> Path:

@@ -44,8 +44,8 @@ MOST_NAMES = 15  # listed in a message
 # Names in other tools: ours. One that begins with --set is meant where there is a --set.
 ALIASES = {
     "--learning-rate": "--lr", "--bs": "--batch-size", "--batch": "--batch-size", "--output": "--out",
-    "--output-dir": "--out", "--config": "--recipe", "--pretrained": "--init", "--size": "--set size=",
-    "--img-size": "--set size=", "--weight-decay": "--set optimizer.weight_decay=", "train": "run",
+    "--output-dir": "--out", "--config": "--recipe", "--pretrained": "--init", "--img-size": "--size",
+    "--weight-decay": "--set optimizer.weight_decay=",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from finetune_mile.config.flags import Parser
 from finetune_mile.config.resolve import set_settings
 from finetune_mile.core.files import locked
 from finetune_mile.core.problems import Problem
-from finetune_mile.paper.tables.description import find_table, quick_table, read_table
+from finetune_mile.paper.tables.description import find_table, quick_table, read_table, shipped_tables
 from finetune_mile.paper.tables.running import Command, command_for, run_with_progress
 from finetune_mile.paper.tables.runs import (
     LAUNCH,
@@ -45,7 +45,8 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Show which cells of a table are done, run the missing ones, write the ledger.",
     )  # fmt: skip
-    parser.add_argument("name", metavar="NAME", help="a table below recipes/tables/, or a file")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a table below recipes/tables/, or a file")
+    parser.add_argument("--list", action="store_true", help="print the names of the tables")
     parser.add_argument("--dry-run", action="store_true", help="print every cell, run and write nothing")
     parser.add_argument("--quick", action="store_true", help="the short form that the description names")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="run folders (default: as the description says)")
@@ -69,6 +70,13 @@ def build_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """0: all chosen runs are done, 1: a run failed, 2: the command or the description is wrong, 130: stopped."""
     options = build_parser().parse_args(argv)
+    if options.list:
+        for each in shipped_tables():
+            sys.stdout.write(f"{each.stem:<14}{read_table(each).title}\n")
+        return 0
+    if options.name is None:
+        names = ", ".join(each.stem for each in shipped_tables())
+        raise Problem(f"which table? Name one of {names} (`finetune-mile table --list` has their titles)")
     path = find_table(options.name)
     table = read_table(path)
     if options.quick:

@@ -310,7 +310,7 @@ class Quickstart:
         resolved = self.recipe(method, 0, fraction, split, [])
         words = ["finetune-mile", "run", "--init", self.init.text, "--data", self.options.data, "--method", method]
         words += ["--arch", self.options.arch] if self.options.arch else []
-        words += ["--set", f"size={self.options.size}"] if self.options.size else []
+        words += ["--size", str(self.options.size)] if self.options.size else []
         left = self.options.minutes * 60 - (time.monotonic() - self.began)
         self.say(f"is there time to fine-tune with {method}?")
         seconds = float(estimate(resolved.recipe).seconds[2])

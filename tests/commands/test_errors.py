@@ -8,14 +8,15 @@ import pytest
 from golden import FLAGS, flags_of_every_verb
 from shortcuts import ROOT
 
+import finetune_mile
 from finetune_mile.cli import main
 from finetune_mile.core.problems import Failed
 
 CASES = {
     "unknown flag": (["--fractoin", "0.1"], "did you mean --fraction?"),
-    "a flag of another tool": (["--learning_rate", "1"], "did you mean --lr?"),
+    "a flag of another tool": (["--pretrained", "x"], "did you mean --init?"),
     "a short flag of another tool": (["--bs", "8"], "did you mean --batch-size?"),
-    "a setting that has no flag": (["--size", "224"], "did you mean --set size=?"),
+    "a setting that has no flag": (["--weight-decay", "0.1"], "did you mean --set optimizer.weight_decay=?"),
     "several at once": (["--fraction", "2", "--k-t", "0", "--seed", "x"], "--fraction 2"),
     "fraction": (["--fraction", "2"], "less than or equal to 1"),
     "k_t": (["--k-t", "0"], "--k-t 0"),
@@ -100,7 +101,9 @@ VERBS = {
     "weights show x --arch=": "error: --arch: the value is empty; write --arch VALUE, or leave out the flag",
     "weights": "error: the following arguments are required: ls | show | check | convert | docs "
     "(--help lists the flags)",
-    "train": "error: train: unknown verb; did you mean run?",
+    "train --fraction 200%": "error: --fraction 2.0: input should be less than or equal to 1",
+    "table": "error: which table? Name one of ablations, auto, imagenet, mini-ssl, multi-mnist, ood, semi, ssl "
+    "(`finetune-mile table --list` has their titles)",
     "tabel ssl": "error: tabel: unknown verb; did you mean table?",
     "table ssl --formt csv": "error: --formt: unknown flag; did you mean --format?",
     "table ssl --format tex": "error: --format tex: unknown; did you mean latex?",
@@ -128,3 +131,18 @@ def test_a_check_that_fails_has_another_exit_code_than_a_wrong_command(monkeypat
 def test_the_flags_of_every_verb_are_these():
     """A flag more or less is a decision: `python -m tests.golden flags` writes the list anew."""
     assert flags_of_every_verb() == json.loads(FLAGS.read_text())
+
+
+def test_names_of_other_tools_and_percent_are_understood(tmp_path, capsys):
+    words = ["train", "--data", "demo", "--fraction", "10 %", "--learning-rate", "0.3", "--image-size", "20"]
+    assert main([*words, "--explain", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert [settings[key]["value"] for key in ("fraction", "optimizer.lr", "size")] == [0.1, 0.3, 20]
+
+
+def test_version_and_tables_are_listed(capsys):
+    assert main(["--version"]) == 0
+    assert main(["table", "--list"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"finetune-mile {finetune_mile.__version__}\n")
+    assert "\nssl           Self-supervised fine-tuning on ImageNet\n" in said

@@ -190,12 +190,16 @@ class Table(Section):
         return (*place, column) if place is not None and column in place[0].columns_of(place[1]) else None
 
 
+def shipped_tables() -> list[Path]:
+    return sorted((shipped("recipes") / "tables").glob("*.yaml"))
+
+
 def find_table(name: str) -> Path:
     folder = shipped("recipes") / "tables"
     for path in (Path(name), folder / name, folder / f"{name}.yaml"):
         if path.is_file():
             return path
-    names = sorted(p.stem for p in folder.glob("*.yaml"))
+    names = [each.stem for each in shipped_tables()]
     raise Problem(f"table {name}: no such table or file; {did_you_mean(name, names)}")
 
 
