@@ -8,10 +8,12 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file
 
 import finetune_mile
+from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.cli import main as verbs
 from finetune_mile.measures.guards import worse_than_probe
 from finetune_mile.run import main
@@ -218,3 +220,70 @@ def test_test_images_are_scored_once_and_decide_nothing(photos, tmp_path, few, m
     assert others["test_accuracy"] < scores["test_accuracy"]
     assert all(others[key] == value for key, value in scores.items() if "test_" not in key)
     assert (runs[0] / "export/model.safetensors").read_bytes() == (runs[1] / "export/model.safetensors").read_bytes()
+
+
+# ------------------------------------------------------------- complete runs of the default: any scale, classes, batch
+
+DEFAULT = ["--recipe", "finetune", "--set", "size=24", "--set", "precision=no", "--set", "workers=0"]
+
+
+def tints(root, classes):
+    """Noise in 2 or 100 tints, which crops and mirrors leave alone: 600 training and 1,000 validation images."""
+    draw = np.random.default_rng(0)
+    axes = [np.linspace(60, 200, count) for count in (5, 5, 4)]
+    colours = np.stack(np.meshgrid(*axes), -1).reshape(-1, 3) if classes == 100 else [(120, 110, 110), (110, 110, 120)]
+    for part, count in (("train", 600), ("val", 1000)):
+        for number in range(count):
+            folder = root / part / f"{number % classes:02}"
+            folder.mkdir(parents=True, exist_ok=True)
+            tint = colours[number % classes] + draw.normal(0, 15, 3)
+            pixels = np.clip(draw.normal(tint, 60, (24, 24, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+    return root
+
+
+def scores_of(out, *flags):
+    """The results of a default run whose trial let the weights move."""
+    assert main([*DEFAULT, *flags, "--out", str(out)]) == 0
+    assert json.loads((out / "trial/decision.json").read_text())["share"] > 0
+    scores = results(out)
+    assert scores["images"] == 1000
+    return scores
+
+
+def scaled(place, by):
+    """Write the demo's checkpoint with features that are `by` times as large: the last norms, which a block adds up."""
+    network = finetune_mile.load("simclr-demo")
+    for name in ("layer4.0.bn2", "layer4.0.downsample.1"):
+        norm = network.get_submodule(name)
+        norm.weight.data *= by
+        norm.bias.data *= by
+    config = {"arch": "resnet-demo", "padding": "torch", "num_classes": 0}
+    write_export(place, network, config | network.card.preprocess.model_dump(mode="json"))
+    return network
+
+
+@pytest.mark.slow
+def test_the_scale_of_the_features_does_not_matter(tmp_path):
+    data, images = tints(tmp_path / "tints", 100), torch.rand(4, 3, 24, 24)
+    features, accuracy = {}, {}
+    for by in (0.05, 1.0, 20.0):
+        init = tmp_path / f"x{by}"
+        with torch.inference_mode():
+            features[by] = scaled(init, by)(images)
+        scores = scores_of(tmp_path / f"run{by}", "--init", str(init), "--data", f"folder:{data}")
+        accuracy[by] = scores["accuracy"]
+        assert scores["accuracy"] > scores["probe_accuracy"] + 1, scores
+    for by, rows in features.items():
+        torch.testing.assert_close(rows, by * features[1.0], rtol=1e-4, atol=1e-4 * by)
+    assert max(accuracy.values()) - min(accuracy.values()) <= 1.0, accuracy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("classes", "batch"), [(2, 32), (100, 32), (2, 8), (100, 8)])
+def test_a_default_run_with_any_number_of_classes_and_small_batches(tmp_path, classes, batch):
+    data = tints(tmp_path / "tints", classes)
+    flags = ["--init", "simclr-demo", "--data", f"folder:{data}", "--batch-size", str(batch)]
+    scores = scores_of(tmp_path / "run", *flags)
+    assert scores["accuracy"] >= scores["probe_accuracy"] - 1, scores
+    assert scores["accuracy"] > (60 if classes == 2 else 25)
