@@ -32,7 +32,7 @@ from finetune_mile.learning.mixing import Mix, draw_mix
 from finetune_mile.learning.optim import rate_at
 from finetune_mile.measures.metrics import measure
 from finetune_mile.measures.predictions import pick_probe, predict
-from finetune_mile.networks.heads import get_head, set_head
+from finetune_mile.networks.heads import set_head
 from finetune_mile.networks.parts import choose_trainable, plain_head
 from finetune_mile.training.plan import Plan, labelled_per_batch, make_plan
 from finetune_mile.training.processes import Signals, start, stop_together, wanted_precision
@@ -193,15 +193,9 @@ class Setup:
         return logits.sigmoid() if self.recipe.activation == "sigmoid" else logits.softmax(1)
 
     def exported(self, learner: nn.Module) -> nn.Module:
-        """The complete network of a learner, which may be a classifier on the features of a frozen trunk.
-
-        Its classifier is a plain one.
-        """
-        head = plain_head(learner)
-        if self.complete is None and type(head) is type(get_head(learner)):
-            return learner
+        """The complete network of a learner, perhaps a classifier on features of a frozen trunk; its head is plain."""
         network = copy.deepcopy(learner) if self.complete is None else self.complete
-        set_head(network, head)
+        set_head(network, plain_head(learner))
         return network
 
     def probe(self, network: nn.Module) -> tuple[Tensor, Tensor]:

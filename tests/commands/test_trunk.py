@@ -255,8 +255,8 @@ def test_norm_only_leaves_the_rest_alone(run_demo):
         (["--trunk", "frozen", "--method", "distill", "--teacher", "simclr-demo"], "--trunk last:0"),
         (["--trunk", "frozen", "--set", "augment.cutmix=1"], "does not go with augment.cutmix"),
         (["--set", "head=mlp"], "head: mlp is for --trunk frozen: add it, or leave head out"),
-        (["--trunk=frozen", "--set=head=mlp", "--head-init=probe"], "head: mlp does not go with --head-init probe"),
-        (["--trunk=frozen", "--set=head=bn-linear", "--keep-head=fc"], "head: bn-linear does not go with --keep-head"),
+        (["--trunk=frozen", "--set=head=mlp", "--head-init=probe"], "head: mlp starts anew: use --head-init random"),
+        (["--trunk=frozen", "--set=head=bn-linear", "--keep-head=fc"], "head: bn-linear starts anew"),
     ],
 )
 def test_what_is_refused(flags, sentence, tmp_path, capsys):
