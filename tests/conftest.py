@@ -10,6 +10,7 @@ from shortcuts import SHARED
 # The networks here are tiny; more threads only wait for each other.
 torch.set_num_threads(1)
 os.environ["FINETUNE_MILE_THREADS"] = "1"
+os.environ["FINETUNE_MILE_CONFIG"] = os.devnull  # cards of whoever runs the tests stay out of them
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from finetune_mile.core.download import RemoteFile, digest, fetch
 from finetune_mile.core.files import cache as cache_folder
-from finetune_mile.core.files import load_yaml_file, shipped
+from finetune_mile.core.files import config, load_yaml_file, shipped
 from finetune_mile.core.problems import Problem, nearest
 from finetune_mile.core.types import Preprocess
 
@@ -35,6 +35,9 @@ class Card(BaseModel):
     unpack: str | None = Field(
         default=None, description="the fetched file is a zip: take out members whose name begins so, open `file`"
     )
+    path: str | None = Field(default=None, description="a file of the user, added by `weights add`")
+    choice: str | None = Field(default=None, description="what follows :: in --init, where the file needs it")
+    features: tuple[float, ...] = Field(default=(), description="first features of a fixed picture, as a check")
     verified: bool = Field(default=False, description="did anybody here load the published file itself?")
     preprocess: Preprocess = Preprocess()
     licence: str = "unknown"
@@ -65,8 +68,15 @@ class Card(BaseModel):
 SCRATCH = Card(name="none", method="none", arch=None, verified=True, notes="random weights")
 
 
+def own_cards() -> Path:
+    """The folder of the cards that the user added."""
+    return config() / "weights"
+
+
 def list_cards() -> dict[str, Path]:
-    return {path.stem: path for path in sorted(shipped("weights").glob("*.yaml"))}
+    """Cards by name: those of the package, and the user's own, which have other names."""
+    own = {path.stem: path for path in sorted(own_cards().glob("*.yaml"))}
+    return own | {path.stem: path for path in sorted(shipped("weights").glob("*.yaml"))}
 
 
 @cache
@@ -111,13 +121,17 @@ def folder_of(card: Card) -> Path:
 
 
 def shipped_file(card: Card) -> Path | None:
+    """The file of a card that needs no fetching: it comes with the package, or it is the user's own."""
+    if card.path is not None:
+        return Path(card.path)
     path = shipped("weights") / card.file if card.file else None
     return path if path is not None and path.is_file() else None
 
 
 def is_cached(card: Card) -> bool:
-    if shipped_file(card) is not None:
-        return True
+    own = shipped_file(card)
+    if own is not None:
+        return own.is_file()
     names = [card.file] if card.unpack and card.file else [remote.name for remote in card.remote()]
     return bool(names) and all((folder_of(card) / name).is_file() for name in names if name)
 
@@ -126,8 +140,11 @@ def fetch_card(card: Card) -> Path:
     """The file to open for a card: shipped, in the cache, or fetched now; always checked."""
     own = shipped_file(card)
     if own is not None:
+        if not own.is_file():
+            raise Problem(f"{own}: the file of card {card.name} is gone; bring it back, or add the card again")
         if card.sha256 and digest(own, "sha256") != card.sha256:
-            raise Problem(f"{own.name} beside card {card.name} is not the file the card describes; install again")
+            advice = "install again" if card.path is None else f"`finetune-mile weights add {own} --name {card.name}`"
+            raise Problem(f"{own} is not the file that card {card.name} describes; {advice}")
         return own
     if not card.remote() or card.file is None:
         raise Problem(f"card {card.name} names no file that could be fetched")

@@ -175,7 +175,8 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
         raise Problem(f"head_from {head_from}: 0 (features) or 1 (after the first projection layer)")
     if init.kind not in ("none", "timm"):
         located = locate(init)
-        return open_contents(read(located.path), located, choice=init.choice, arch=arch, head_from=head_from)
+        choice = init.choice or (located.card.choice if located.card else None)
+        return open_contents(read(located.path), located, choice=choice, arch=arch, head_from=head_from)
     if init.kind == "timm":
         network, card = open_timm(init.name, arch)
         report = LoadReport(

@@ -43,6 +43,12 @@ def cache() -> Path:
     return Path(os.environ.get("FINETUNE_MILE_CACHE") or caches / "finetune_mile").expanduser()
 
 
+def config() -> Path:
+    """The folder for what a user adds: FINETUNE_MILE_CONFIG, else XDG_CONFIG_HOME, else ~/.config."""
+    configs = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return Path(os.environ.get("FINETUNE_MILE_CONFIG") or configs / "finetune_mile").expanduser()
+
+
 # -------------------------------------------------------------------------------- reading and writing
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune_mile.checkpoints.cards import Card, is_cached, list_cards, read_card, shipped_file
+from finetune_mile.checkpoints.cards import Card, is_cached, list_cards, read_card
 from finetune_mile.checkpoints.init import Init
 from finetune_mile.config.flags import Parser
 from finetune_mile.config.resolve import Resolved, resolve, to_yaml
@@ -108,10 +108,10 @@ def choose_init(options: argparse.Namespace) -> tuple[str, str]:
     if files:
         return str(files[0]), "it lies beside the photos"
     cards = [read_card(path) for path in list_cards().values()]
-    cached = [card for card in cards if is_cached(card) and shipped_file(card) is None]
+    cached = [card for card in cards if is_cached(card) and card.name != SHIPPED]
     if cached:
         best: Card = max(cached, key=lambda card: card.linear_top1 or 0.0)
-        return best.name, "it was downloaded before"
+        return best.name, "it is on this machine"
     if options.download:
         return DOWNLOADED, "--download"
     return SHIPPED, "it comes with the package"

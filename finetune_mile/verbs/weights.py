@@ -12,17 +12,30 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
-from finetune_mile.checkpoints.cards import find_card, folder_of, is_cached, list_cards, read_card
+from finetune_mile import __version__
+from finetune_mile.checkpoints.cards import (
+    fetch_card,
+    find_card,
+    folder_of,
+    is_cached,
+    list_cards,
+    own_cards,
+    read_card,
+)
 from finetune_mile.checkpoints.init import Init, parse_init
 from finetune_mile.config.flags import Parser
+from finetune_mile.core.download import digest
+from finetune_mile.core.files import shipped, whole_file, write_json
 from finetune_mile.core.problems import Problem
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.loading import Opened
 
+FEATURE_TOLERANCE = 1e-3  # of the largest feature: another processor rounds otherwise
 TOLERANCE = 1e-4  # largest difference over the largest feature
 
 
@@ -45,7 +58,9 @@ class _Verb(Parser):
 
 def _parser() -> Parser:
     parser = Parser(prog="finetune-mile weights", description=__doc__)
-    verbs = parser.add_subparsers(required=True, metavar="ls | show | check | convert | docs", parser_class=_Verb)
+    verbs = parser.add_subparsers(
+        required=True, metavar="ls | show | check | convert | add | verify | docs", parser_class=_Verb
+    )
     ls = verbs.add_parser("ls", help="the published checkpoints we have a card for")
     ls.add_argument("--json", action="store_true", help="for scripts")
     ls.set_defaults(run=_ls)
@@ -68,6 +83,18 @@ def _parser() -> Parser:
     head.add_argument("--drop-head", action="store_true", help="leave the trained classifier of a run out")
     head.add_argument("--keep-head", metavar="NAME", help="keep the classifier of another file, by its name there")
     convert.set_defaults(run=_convert)
+    add = verbs.add_parser("add", help="a card for a file of your own: --init NAME finds it from any folder")
+    add.add_argument("init", metavar="FILE", help="a file, or FILE::PREFIX")
+    add.add_argument("--name", required=True, help="of the card")
+    add.add_argument("--arch", help="the network, where the file does not show it")
+    add.add_argument("--method", help="how the weights were made (default: as the file says)")
+    add.add_argument("--citation", default="", help="where they are from: a paper, an address")
+    add.add_argument("--overwrite", action="store_true", help="replace a card that you added before")
+    add.set_defaults(run=_add)
+    verify = verbs.add_parser("verify", help="fetch a card's file, check hash, tensors and features, and record it")
+    verify.add_argument("names", nargs="*", metavar="NAME")
+    verify.add_argument("--all", action="store_true", help="all cards whose files are on this machine")
+    verify.set_defaults(run=_verify)
     docs = verbs.add_parser("docs", help="write docs/checkpoints.md from the cards and what is measured")
     docs.add_argument("--parity", type=Path, help="folder of checkpoints that upstream code wrote")
     docs.add_argument("--rewritten", type=Path, help="the same for those that our tests wrote")
@@ -246,6 +273,89 @@ def _classifier(opened: Opened, args: argparse.Namespace) -> tuple[Opened, dict[
     return keep_own_head(opened), head, f"classifier with {size} kept"
 
 
+# ------------------------------------------------------------------------------ add and verify
+
+
+def _add(args: argparse.Namespace) -> int:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", args.name) or args.name == "none":
+        raise Problem(f"--name {args.name}: use up to 64 letters, digits, '.', '_' and '-'")
+    target = own_cards() / f"{args.name}.yaml"
+    known = list_cards().get(args.name)
+    if known is not None and known != target:
+        raise Problem(f"--name {args.name}: a card of the package has this name; choose another")
+    if known is not None and not args.overwrite:
+        raise Problem(f"--name {args.name}: you added a card of this name before; replace it with --overwrite")
+    init = parse_init(args.init, "FILE")
+    if init.kind != "file" or init.path is None:
+        raise Problem(f"{args.init}: name a checkpoint file; folders and hub names need no card")
+    from finetune_mile.checkpoints.loading import open_trunk
+
+    opened = open_trunk(init, arch=args.arch)
+    report, path = opened.report, init.path.resolve()
+    card = opened.card.model_copy(
+        update={
+            "name": args.name, "aliases": (), "method": args.method or opened.card.method, "arch": report.arch,
+            "padding": report.padding, "format": None, "path": str(path), "choice": init.choice, "paper": args.citation,
+            "file": None, "urls": (), "files": (), "sha256": digest(path, "sha256"), "bytes": path.stat().st_size,
+            "features": first_features(opened), "verified": True,
+        }
+    )  # fmt: skip
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(target) as part:
+        part.write_text(yaml.safe_dump(card.model_dump(mode="json", exclude_defaults=True), sort_keys=False), "utf-8")
+    _print_report(opened, names=False)
+    _say(f"{target}\nuse it: --init {args.name}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    """Check cards one by one; what was seen is recorded beside the user's own cards."""
+    from finetune_mile.checkpoints.loading import open_trunk
+
+    if bool(args.names) == args.all:
+        raise Problem("name the cards to verify, or --all (`finetune-mile weights ls` lists them)")
+    here = [path.stem for path in list_cards().values() if is_cached(read_card(path))]
+    failed = 0
+    for name in here if args.all else args.names:
+        card = find_card(name, "NAME")
+        try:
+            path = fetch_card(card)
+            opened = open_trunk(parse_init(card.name))
+        except Problem as problem:
+            _say(f"{name}: failed: {' '.join(problem.sentences)}")
+            failed += 1
+            continue
+        now, known = first_features(opened), card.features
+        off = max((abs(a - b) for a, b in zip(now, known, strict=False)), default=0.0)
+        fine = off <= FEATURE_TOLERANCE * max(map(abs, known), default=1.0)
+        hash_now = digest(path, "sha256") if path.is_file() else None
+        seen = {"sha256": hash_now, "features": now, "loaded": len(opened.report.loaded), "arch": opened.report.arch}
+        record = own_cards() / "verified" / f"{card.name}.json"
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_json(record, seen | {"ok": fine, "finetune_mile": __version__})
+        hashed = "hash as on the card" if card.sha256 else "the card has no hash"
+        compared = (
+            ("features as on the card" if fine else f"FEATURES DIFFER by {off:.2g}") if known else "no features known"
+        )
+        _say(
+            f"{name}: {opened.report.arch}, {len(opened.report.loaded)} tensors loaded, {hashed}, {compared}; {record}"
+        )
+        failed += not fine
+    return 1 if failed else 0
+
+
+def first_features(opened: Opened) -> tuple[float, ...]:
+    """The first eight features of a fixed picture."""
+    import torch
+
+    size = opened.card.preprocess.size
+    steps = torch.linspace(-1.5, 1.5, size)
+    picture = torch.stack([steps.expand(size, size), steps.unsqueeze(1).expand(size, size), torch.outer(steps, steps)])
+    with torch.inference_mode():
+        features = opened.network.eval()(picture.unsqueeze(0))[0, :8]
+    return tuple(float(f"{value:.6g}") for value in features.tolist())
+
+
 # ------------------------------------------------------------------------------ docs/checkpoints.md
 
 _HEAD = """\
@@ -258,6 +368,15 @@ folders, a Hugging Face folder), `timm:NAME`, `hf:owner/name`, or `none`. The fo
 content, never by a file's name, and the network is read from the shapes of the tensors. Every
 tensor is accounted for: loaded, reset or dropped, by name, in `init.json` and in `finetune-mile
 weights check FILE --names`. A name or a shape that does not fit stops the load.
+
+A file of your own gets a card, with its hash, network and first features, in your configuration folder
+(`FINETUNE_MILE_CONFIG`, else `~/.config/finetune_mile`); `--init mine` then finds it from any folder, and refuses it if the
+file changed. `verify` fetches a card's file, loads it and records hash and features beside your cards:
+
+```bash
+finetune-mile weights add runs/pretrain-1/export/model.safetensors --name mine --citation "our lab, 2026"
+finetune-mile weights verify mine
+```
 
 - **Several trunks in one file** (online and momentum, student and teacher): formats that we know
   say which one is meant. Otherwise the load stops and names them; pick one by its prefix,
@@ -319,7 +438,7 @@ def _docs(args: argparse.Namespace) -> int:
         wants = "[0, 1]" if std == (1.0, 1.0, 1.0) else f"mean {mean[0]}, ... deviation {std[0]}, ..."
         formats.append((f"`{name}`", adapter.method, adapter.padding, wants))
     cards = []
-    for card in sorted(map(read_card, list_cards().values()), key=lambda card: card.name):
+    for card in sorted(map(read_card, shipped("weights").glob("*.yaml")), key=lambda card: card.name):
         top1 = "" if card.linear_top1 is None else f"{card.linear_top1:g}"
         tuned = ", ".join(f"{value:g} ({float(part):.0%})" for part, value in card.finetune_top1.items())
         seen = "yes" if card.verified else "unverified"

@@ -99,7 +99,7 @@ VERBS = {
     "weights shw": "error: finetune-mile weights shw: unknown; did you mean show?",
     "weights ls --jsn": "error: --jsn: unknown flag; did you mean --json?",
     "weights show x --arch=": "error: --arch: the value is empty; write --arch VALUE, or leave out the flag",
-    "weights": "error: the following arguments are required: ls | show | check | convert | docs "
+    "weights": "error: the following arguments are required: ls | show | check | convert | add | verify | docs "
     "(--help lists the flags)",
     "train --fraction 200%": "error: --fraction 2.0: input should be less than or equal to 1",
     "table": "error: which table? Name one of ablations, auto, imagenet, mini-ssl, multi-mnist, ood, semi, ssl "
@@ -138,6 +138,21 @@ def test_names_of_other_tools_and_percent_are_understood(tmp_path, capsys):
     assert main([*words, "--explain", "--json"]) == 0
     settings = json.loads(capsys.readouterr().out)["settings"]
     assert [settings[key]["value"] for key in ("fraction", "optimizer.lr", "size")] == [0.1, 0.3, 20]
+
+
+def test_recipes_are_listed_shown_and_copied(tmp_path, capsys):
+    assert main(["recipes", "ls"]) == 0
+    listed = capsys.readouterr().out
+    assert "\nfinetune                    Your own photos, a folder a class" in listed
+    assert main(["recipes", "cp", "ssl/mocov2", str(tmp_path / "mine.yaml")]) == 0
+    assert main(["run", "--recipe", str(tmp_path / "mine.yaml"), "--data", "demo", "--explain", "--json"]) == 0
+    capsys.readouterr()
+    assert main(["recipes", "cp", "finetune", str(tmp_path / "mine.yaml")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main(["recipes", "show", "finetun"]) == 2
+    assert "did you mean finetune?" in capsys.readouterr().err
+    assert main(["recipes", "cp", "finetune"]) == 2
+    assert "write: finetune-mile recipes cp NAME FILE" in capsys.readouterr().err
 
 
 def test_version_and_tables_are_listed(capsys):

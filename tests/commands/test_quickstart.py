@@ -94,7 +94,7 @@ def test_the_checkpoint_is_chosen_in_this_order(photos, tmp_path, monkeypatch):
         card = read_card(quickstart.list_cards()[name])
         folder_of(card).mkdir(parents=True)
         (folder_of(card) / card.file).write_bytes(b"")
-    assert chosen() == ("swav", "it was downloaded before")  # the better one of the two
+    assert chosen() == ("swav", "it is on this machine")  # the better one of the two
     (folder / "own.pth").write_bytes(b"")
     assert chosen("--download") == (str(folder / "own.pth"), "it lies beside the photos")
     assert chosen("--init", "mocov2") == ("mocov2", "--init")

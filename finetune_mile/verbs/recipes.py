@@ -1,0 +1,68 @@
+"""`finetune-mile recipes`: the recipe files that come with the package, to read and to copy."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from finetune_mile.config.flags import Parser
+from finetune_mile.config.resolve import find_recipe
+from finetune_mile.core.files import shipped, whole_file
+from finetune_mile.core.problems import Problem
+
+EPILOG = """examples:
+  finetune-mile recipes ls
+  finetune-mile recipes show finetune
+  finetune-mile recipes cp ssl/mocov2 mine.yaml       then: finetune-mile run --recipe mine.yaml
+"""
+
+
+def main(argv: list[str]) -> int:
+    """0 fine, 2 the command or its input was wrong."""
+    parser = Parser(prog="finetune-mile recipes", allow_abbrev=False, epilog=EPILOG, description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("verb", choices=("ls", "show", "cp"), help="list names, print one, copy one")
+    parser.add_argument("name", nargs="?", help="a name that ls prints")
+    parser.add_argument("file", nargs="?", type=Path, help="where cp writes")
+    options = parser.parse_args(argv)
+    wanted = {"ls": 0, "show": 1, "cp": 2}[options.verb]
+    if sum(value is not None for value in (options.name, options.file)) != wanted:
+        words = ("", " NAME", " NAME FILE")[wanted]
+        raise Problem(f"write: finetune-mile recipes {options.verb}{words}")
+    if options.verb == "ls":
+        for name, first in listed():
+            sys.stdout.write(f"{name:<28}{first}\n")
+        return 0
+    path = find_recipe(options.name)
+    text = path.read_text(encoding="utf-8")
+    if options.verb == "show":
+        sys.stdout.write(text)
+        return 0
+    if os.path.lexists(options.file):
+        raise Problem(f"{options.file}: is there already; choose another file")
+    if not options.file.parent.is_dir():
+        raise Problem(f"{options.file}: there is no folder {options.file.parent}")
+    text = re.sub(r"\A# yaml-language-server:.*\n", "", text)
+    base = re.search(r"^base: *(\S+)", text, re.MULTILINE)
+    if base is not None:  # it is named from here, no longer from beside the recipe
+        called = find_recipe(base[1], builder=path).relative_to(shipped("recipes")).with_suffix("")
+        text = f"{text[: base.start(1)]}{called}{text[base.end(1) :]}"
+    with whole_file(options.file) as part:
+        part.write_text(text, "utf-8")
+    sys.stdout.write(f"{options.file}: use it with finetune-mile run --recipe {options.file}\n")
+    return 0
+
+
+def listed() -> list[tuple[str, str]]:
+    """Names of recipes that a run takes, each with the first line of its comment."""
+    folder, rows = shipped("recipes"), []
+    for path in sorted(folder.rglob("*.yaml")):
+        name = path.relative_to(folder).with_suffix("")
+        if name.parts[0] in ("splits", "tables", "pretrain"):
+            continue
+        comments = (line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+        rows.append((str(name), next((line for line in comments if line and "$schema" not in line), "")))
+    return rows
