@@ -370,8 +370,8 @@ tensor is accounted for: loaded, reset or dropped, by name, in `init.json` and i
 weights check FILE --names`. A name or a shape that does not fit stops the load.
 
 A file of your own gets a card, with its hash, network and first features, in your configuration folder
-(`FINETUNE_MILE_CONFIG`, else `~/.config/finetune_mile`); `--init mine` then finds it from any folder, and refuses it if the
-file changed. `verify` fetches a card's file, loads it and records hash and features beside your cards:
+(`FINETUNE_MILE_CONFIG`, else `~/.config/finetune_mile`); `--init mine` then finds it from any folder, and
+refuses it if the file changed. `verify` fetches a card's file, loads it and records hash and features beside your cards:
 
 ```bash
 finetune-mile weights add runs/pretrain-1/export/model.safetensors --name mine --citation "our lab, 2026"
