@@ -19,16 +19,58 @@ from finetune_mile.core.problems import Problem, tell
 from finetune_mile.images.sources import check_split, check_truth, said_as, split_name
 from finetune_mile.training.folder import check_free, next_folder, resumed_recipe
 
+MOST_SEEDS = 100
+
 
 def main(argv: list[str] | None = None) -> int:
     """The command: 0 fine, 1 the run failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
     try:
-        options = parse(sys.argv[1:] if argv is None else argv)
+        words = sys.argv[1:] if argv is None else argv
+        options = parse(words)
         if options.json:
             return print_settings(options)
+        if options.seeds is not None:
+            return run_seeds(options, words)
         return run(options, *prepare(options))
     except Problem as problem:
         return tell(problem)
+
+
+def run_seeds(options: argparse.Namespace, words: list[str]) -> int:
+    """`--seeds N`: one run per seed, in folders seed-0, ... of --out, then mean and spread. Again, it continues."""
+    from finetune_mile.training.seeds import summarise, taken_up
+
+    if not 1 <= options.seeds <= MOST_SEEDS:
+        raise Problem(f"--seeds {options.seeds}: must be from 1 to {MOST_SEEDS}")
+    if options.seed is not None or options.resume is not None or options.explain or options.overwrite:
+        raise Problem("--seeds chooses the seeds and continues by itself: leave out --seed, --resume, --explain and "
+                      "--overwrite")  # fmt: skip
+    resolved = resolve_options(options)
+    path = options.out or next_folder(Path("runs"), f"{resolved.path.stem}-seeds")
+    own = without(words, "--seeds", "--out")
+    taken_up(path, resolved.recipe)
+    for seed in range(options.seeds):
+        folder = path / f"seed-{seed}"
+        if (folder / "results.json").is_file():
+            continue
+        begun = ["--resume", str(folder)] if (folder / "recipe.yaml").is_file() else None
+        code = main(begun or [*own, "--seed", str(seed), "--out", str(folder)])
+        if code:
+            return code
+    summarise(path, [path / f"seed-{seed}" for seed in range(options.seeds)])
+    return 0
+
+
+def without(words: list[str], *flags: str) -> list[str]:
+    """The words of a command without some flags and their values."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        name, equals, _ = word.replace("_", "-").partition("=")
+        if not skip and name not in flags:
+            kept.append(word)
+        skip = not skip and name in flags and not equals
+    return kept
 
 
 def print_settings(options: argparse.Namespace) -> int:

@@ -127,6 +127,7 @@ def build_parser() -> Parser:
             group.add_argument(*names, metavar=metavar or None, help=text)
     group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                        help="any other setting of the recipe, such as optimizer.momentum=0.8")  # fmt: skip
+    group.add_argument("--seeds", type=int, metavar="N", help="run this many seeds and print mean and spread")
     where = parser.add_argument_group("where")
     where.add_argument("--out", type=Path, help="run folder (default: runs/<recipe>-<number>)")
     where.add_argument("--overwrite", action="store_true", help="replace a run that is in --out")

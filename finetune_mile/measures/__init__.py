@@ -5,6 +5,7 @@ from collections.abc import Mapping
 # The measures that a reader looks for first: key in results.json, meaning, unit.
 CLOSING = (
     ("accuracy", "top-1 on the given label", "%"),
+    ("balanced_accuracy", "the same as a mean over classes", "%"),
     ("probe_accuracy", "to beat: a linear probe of the checkpoint's features", "%"),
     ("knn_accuracy", "to beat: the 20 nearest labelled images by these features", "%"),
     ("digit_accuracy", "top-1 among the digit classes", "%"),

@@ -26,8 +26,8 @@ THRESHOLDS = (0.25, 0.5)
 RULES: tuple[SetRule, ...] = ("threshold", "argmax_or_threshold")
 TABLE_THRESHOLD = 0.25  # of the per-class table
 FIRST = (  # in results.json, before all F1
-    "images", "images_with_label", "accuracy", "chance_accuracy", "majority_accuracy", "main_accuracy", "top5",
-    "coverage@0.25", "images_with_set", "real_acc", "lrap", "trivial_f1",
+    "images", "images_with_label", "accuracy", "balanced_accuracy", "chance_accuracy", "majority_accuracy",
+    "main_accuracy", "top5", "coverage@0.25", "images_with_set", "real_acc", "lrap", "trivial_f1",
 )  # fmt: skip
 LAST = ("best_threshold", "map", "recovery_map")
 
@@ -107,6 +107,7 @@ def _given_scores(measured: Measured, logits: Tensor, given: Tensor) -> None:
         measured.samples[key] = right
         sums = torch.bincount(given[labelled], right[labelled], minlength=num_classes)
         measured.table[key] = sums / torch.where(counts > 0, counts, torch.nan)
+    measured.by_class["balanced_accuracy"] = measured.table["accuracy"]
 
 
 def _set_scores(

@@ -72,14 +72,14 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
         notes.append(f"Two lines to beat, a linear probe and k-NN of the checkpoint: {probe_command(recipe)}")
     write_report(setup, shown, folder, results, notes, warning)
     title = f"{recipe.method} on {data.name}: results on {int(results['images']):,} validation images"
-    out = Console(stderr=True)
+    out, aside = Console(), Console(stderr=True)  # results go where a pipe or `tee` finds them
     if warning is not None:
-        out.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        aside.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     out.print(closing_table(results, title))
     if len(notes) > 1:  # the first one is the title's
         out.print("\n".join(notes), markup=False, highlight=False, soft_wrap=True)
     if skipped:
-        out.print(say_skipped(skipped, viewer.bad.path), markup=False, highlight=False, soft_wrap=True)
+        aside.print(say_skipped(skipped, viewer.bad.path), markup=False, highlight=False, soft_wrap=True)
     out.print(f"\n{folder.path / 'report.html'}")
 
 

@@ -200,7 +200,7 @@ def test_test_images_are_scored_once_and_decide_nothing(photos, tmp_path, few, m
     flags = [*LITTLE, "--data", f"folder:{data}", "--trunk", trunk, "--out"]
     assert main([*flags, str(runs[0])]) == 0
     assert shown.count("test") == 1
-    said = capsys.readouterr().err
+    said = "".join(capsys.readouterr())
     assert "30 to evaluate on, 29 to test on at the end, 3 classes" in said
     assert "test_ are of 29 test images, which were scored once, with the final weights" in said
     scores = results(runs[0])

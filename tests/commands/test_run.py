@@ -59,7 +59,7 @@ def test_a_run_leaves_everything_behind(tmp_path, capsys):
     assert network(torch.zeros(1, 3, 24, 24)).shape == (1, 10)
     assert how.size == 24
     assert classes == tuple("0123456789")
-    assert "accuracy" in capsys.readouterr().err
+    assert "accuracy" in capsys.readouterr().out
 
 
 def test_all_six_methods_run(run_demo):
@@ -156,3 +156,23 @@ def test_finding_16_processes_that_differ_get_their_results_and_a_warning(run_de
     assert info["status"] == "finished"
     assert info["processes_differ"] == pytest.approx(1e-9, rel=1e-3)
     assert "the processes ended with different weights (sums differ by 1.0e-09" in capsys.readouterr().err
+
+
+def test_several_seeds_are_run_summed_up_and_continued(tmp_path, capsys):
+    out = tmp_path / "seeds"
+    words = [*SHORT, "--method", "sigmoid", "--out", str(out)]
+    assert main([*words, "--seeds", "2"]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    both = [json.loads((out / f"seed-{seed}/results.json").read_text())["accuracy"] for seed in (0, 1)]
+    assert summary["accuracy"]["seeds"] == both
+    assert summary["accuracy"]["mean"] == pytest.approx(sum(both) / 2)
+    assert "2 seeds" in capsys.readouterr().out
+    stamp = (out / "seed-1/results.json").stat().st_mtime_ns
+    (out / "seed-0/results.json").unlink()
+    assert main([*words, "--seeds=2"]) == 0  # what is there is not run again
+    assert (out / "seed-1/results.json").stat().st_mtime_ns == stamp
+    capsys.readouterr()
+    assert main([*words, "--seeds", "2", "--lr", "0.5"]) == 2
+    assert "holds runs of other settings (optimizer.lr)" in capsys.readouterr().err
+    assert main([*words, "--seeds", "2", "--seed", "3"]) == 2
+    assert "leave out --seed" in capsys.readouterr().err
