@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from finetune_mile.training.pricing import Estimate, Network
 
 
-def plan_table(options: argparse.Namespace) -> None:
+def plan_table(options: argparse.Namespace) -> int:
+    """Print what a table would take; 1 where no cell could be priced."""
     table = read_table(find_table(options.table))
     if options.quick:
         table = quick_table(table)
@@ -37,6 +38,7 @@ def plan_table(options: argparse.Namespace) -> None:
     console.print(table_of(table.title, prices, every, missing))
     for line in sums(prices, every, missing):
         console.print(line, soft_wrap=True)
+    return 0 if any(not isinstance(price, str) for price in prices.values()) or not prices else 1
 
 
 # ------------------------------------------------------------------------------------ prices

@@ -57,15 +57,20 @@ def computes_in_bf16() -> bool:
     return any(bool(getattr(torch.cpu, name, bool)()) for name in known)
 
 
-def use_threads() -> int:
-    """Use the cores: `accelerate launch` and `torchrun` on a CPU machine set OMP_NUM_THREADS to 1.
+def launched() -> bool:
+    """Was this process started by `accelerate launch` or `torchrun`?"""
+    return any(name in os.environ for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"))
 
-    FINETUNE_MILE_THREADS, or any other OMP_NUM_THREADS, is taken as it is.
+
+def use_threads() -> int:
+    """Use the cores: `accelerate launch` and `torchrun` on a CPU machine set OMP_NUM_THREADS to 1 by themselves.
+
+    FINETUNE_MILE_THREADS is taken as it is, and so is the user's own OMP_NUM_THREADS.
     """
     wanted = os.environ.get("FINETUNE_MILE_THREADS")
     if wanted is not None:
         torch.set_num_threads(max(int(wanted), 1))
-    elif os.environ.get("OMP_NUM_THREADS") == "1" and not torch.cuda.is_available():
+    elif launched() and os.environ.get("OMP_NUM_THREADS") == "1" and not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(max(cores // local, 1))

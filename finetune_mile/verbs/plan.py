@@ -38,8 +38,8 @@ def main(argv: list[str]) -> int:
     if options.table is not None:
         if rest:
             raise Problem(f"{rest[0]}: not available with --table. Use --quick, --runs DIR or --set KEY=VALUE.")
-        importlib.import_module("finetune_mile.paper.table_plan").plan_table(options)
-        return 0
+        code: int = importlib.import_module("finetune_mile.paper.table_plan").plan_table(options)
+        return code
     if options.quick or options.runs:
         raise Problem("--quick and --runs belong to --table NAME")
     resolved, _ = resolve_anywhere(given_settings(parse(rest)), options.sets)

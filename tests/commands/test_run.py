@@ -1,13 +1,16 @@
 """The command as a user types it: every method, the whole run folder, and what is refused."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from shortcuts import SHORT, SHORT_MILE, losses
+from shortcuts import ROOT, SHORT, SHORT_MILE, losses
 
 from finetune_mile.checkpoints.classifier import load_with_head
 from finetune_mile.run import main
@@ -176,3 +179,15 @@ def test_several_seeds_are_run_summed_up_and_continued(tmp_path, capsys):
     assert "holds runs of other settings (optimizer.lr)" in capsys.readouterr().err
     assert main([*words, "--seeds", "2", "--seed", "3"]) == 2
     assert "leave out --seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("launcher", "threads"), [({}, "1"), ({"ACCELERATE_MIXED_PRECISION": "no"}, "all")])
+def test_the_users_number_of_threads_is_obeyed(launcher, threads):
+    """`accelerate launch` sets OMP_NUM_THREADS to 1 by itself, which is nobody's wish."""
+    code = "import torch\nfrom finetune_mile.training.processes import use_threads\nprint(use_threads())"
+    environment = {k: v for k, v in os.environ.items() if k not in ("FINETUNE_MILE_THREADS", *launcher)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment | {"OMP_NUM_THREADS": "1"} | launcher, cwd=ROOT,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == ("1" if threads == "1" else str(len(os.sched_getaffinity(0))))

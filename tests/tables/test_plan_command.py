@@ -121,6 +121,8 @@ def test_a_table_is_summed_over_its_runs(tmp_path, capsys):
     assert "missing 4 runs: " in text
     assert main(["plan", "--table", str(path), "--init", "none"]) == 2
     assert "not available with --table" in capsys.readouterr().err
+    assert main(["plan", "--table", str(path), "--quick", "--set", f"data=folder:{tmp_path}/nowhere"]) == 1
+    assert "2 cells have no estimate" in capsys.readouterr().out
 
 
 def test_a_cell_that_was_not_run_has_a_price(tmp_path, capsys):
