@@ -343,7 +343,8 @@ def environment() -> dict[str, object]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     root = Path(__file__).resolve().parents[2]
-    return {"versions": versions, "git": _git_hash(root), "machine": platform.machine()}
+    started_in = str(Path.cwd())  # where relative paths of the recipe begin
+    return {"versions": versions, "git": _git_hash(root), "machine": platform.machine(), "started_in": started_in}
 
 
 def _git_hash(root: Path) -> str | None:

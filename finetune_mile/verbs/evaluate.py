@@ -20,10 +20,10 @@ from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Failed, Problem
 from finetune_mile.core.types import LARGEST_BATCH
 from finetune_mile.images.index import Data, ImageSet, write_list
-from finetune_mile.images.sources import check_truth, load_data, scheme_and_place, split_name
+from finetune_mile.images.sources import anchored, check_truth, load_data, scheme_and_place, split_name
 from finetune_mile.measures import CLOSING
 from finetune_mile.measures.classifiers import columns_for, logits_of, open_classifier, parse_model, run_folder
-from finetune_mile.training.folder import environment, next_folder
+from finetune_mile.training.folder import environment, next_folder, read_info
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -304,7 +304,12 @@ def _file_of_run(model: Init, name: str) -> Path | None:
 def recipe_of(model: Init) -> dict[str, Any]:
     """The recipe of a run; empty for another model."""
     path = _file_of_run(model, "recipe.yaml")
-    return read_yaml(path) if path else {}
+    if path is None:
+        return {}
+    recipe, base = read_yaml(path), read_info(path.parent).get("started_in")
+    if isinstance(base, str) and isinstance(recipe.get("data"), str):
+        recipe["data"] = anchored(recipe["data"], base)
+    return recipe
 
 
 def default_part(data: str, model: Init) -> Literal["val", "all"]:

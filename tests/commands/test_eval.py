@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -314,6 +315,11 @@ def test_a_run_is_not_scored_on_its_training_images_without_a_word(tmp_path, mon
         assert found["part"] == "val", data
         assert "warning" not in capsys.readouterr().err
     assert results["images"] < 24
+    (tmp_path / "elsewhere").mkdir()
+    with monkeypatch.context() as patch:  # the run knows where its relative paths begin
+        patch.chdir(tmp_path / "elsewhere")
+        assert cli.main(["eval", "--model", "run:../run", "--out", "scores"]) == 0
+        assert json.loads(Path("scores/eval.json").read_text())["part"] == "val"
     (tmp_path / "photos").rename(tmp_path / "moved")
     command = ["eval", "--model", "run:run", "--data", "folder:moved", "--out", str(tmp_path / "all")]
     assert cli.main(command) == 0

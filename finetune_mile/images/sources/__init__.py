@@ -75,6 +75,14 @@ def scheme_and_place(data: str) -> tuple[str, str]:
     return (scheme, where) if colon or scheme in PLACELESS else ("folder", data)
 
 
+def anchored(data: str, base: str | Path) -> str:
+    """A --data that was written in the folder `base`, as it is called from here."""
+    scheme, where = scheme_and_place(data)
+    place, mark, query = where.partition("?")
+    there = Path(base) / place
+    return f"{scheme}:{there}{mark}{query}" if place and not Path(place).exists() and there.exists() else data
+
+
 def split_name(data: str) -> tuple[str, str]:
     """`folder:photos` is ("folder", "photos"); a bare directory is a folder; anything else raises."""
     scheme, where = scheme_and_place(data)
