@@ -10,6 +10,7 @@ if __name__ == "__main__" and not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
+import importlib.util
 
 from finetune_mile.checkpoints.cards import fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init, parse_source
@@ -99,6 +100,8 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | N
     teacher = None if recipe.teacher is None else parse_source(recipe.teacher, "--teacher")
     if options.resume is not None:
         return resolved, options.resume, init, teacher
+    if recipe.track != "none" and importlib.util.find_spec(recipe.track) is None:
+        raise Problem(f"--track {recipe.track}: the package is missing; pip install {recipe.track}")
     split_name(recipe.data)
     if recipe.unlabelled is not None:
         with said_as("--unlabelled"):

@@ -49,7 +49,7 @@ FLAGS = {
         "--head-init": "random | probe: start the classifier as a linear probe of the labelled images",
         "--keep": "last | best: best lets held-out labels decide how far the weights move from the start",
         "--seed": "of split, order, augmentation and head",
-        "--track": "none | tensorboard | wandb",
+        "--track": "none | tensorboard | wandb | trackio (offline, unless its own settings say otherwise)",
     },
 }
 SETTINGS = tuple(flag.split()[0].removeprefix("--").replace("-", "_") for group in FLAGS.values() for flag in group)

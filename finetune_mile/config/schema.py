@@ -199,7 +199,7 @@ class Recipe(Section):
     )
     checkpoint_every: int = Field(default=500, gt=0, description="steps between checkpoints")
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics.jsonl")
-    track: Literal["none", "tensorboard", "wandb"] = "none"
+    track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
     @model_validator(mode="after")
     def _check_together(self) -> Recipe:

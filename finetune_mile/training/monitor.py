@@ -173,7 +173,9 @@ class Monitor:
             labels_per_image = totals[1] / everyone
         if self.accelerator.is_main_process:
             self.folder.append(line)
-        self.accelerator.log({"train/loss": loss, "train/rate": record.share}, step=record.step)
+        tracked = {"loss": loss, "rate": record.share, "generation": record.phase.generation}
+        tracked |= {} if labels_per_image is None else {"labels_per_image": labels_per_image}
+        self.accelerator.log({f"train/{key}": value for key, value in tracked.items()}, step=record.step)
         self.display.step(record.step, record.phase.name, record.phase.generation, speed, loss)
         self.judge(record, loss, steps=len(window), labels=labels_per_image)
 

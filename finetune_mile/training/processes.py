@@ -24,6 +24,14 @@ AGREE_EVERY = 8  # steps between two looks at whether another process was told t
 def start(*, precision: Precision, seed: int, track: str, project: str) -> Accelerator:
     """An accelerator that is what the user asked for, or a `Problem` with the command to use."""
     use_threads()
+    for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true":
+            raise Problem(
+                f"Accelerate is configured for {plugin}, which is not supported: the teacher and student are copies of "
+                "the whole network; use `accelerate config` with data parallel training (multi-GPU)"
+            )
+    if track == "wandb":
+        os.environ.setdefault("WANDB_MODE", "offline")  # `wandb sync` uploads it; WANDB_MODE=online does so at once
     accelerator = Accelerator(
         mixed_precision=precision,
         step_scheduler_with_optimizer=False,

@@ -191,3 +191,29 @@ def test_the_users_number_of_threads_is_obeyed(launcher, threads):
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == ("1" if threads == "1" else str(len(os.sched_getaffinity(0))))
+
+
+def test_tensorboard_gets_losses_generations_and_scores(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "run"
+    assert main([*SHORT_MILE, "--track", "tensorboard", "--out", str(out)]) == 0
+    events = EventAccumulator(str(next(out.rglob("events.out.tfevents.*")).parent)).Reload()
+    names = events.Tags()["scalars"]
+    assert {"train/loss", "train/generation", "train/labels_per_image", "student/accuracy"} <= set(names)
+    assert [event.step for event in events.Scalars("train/loss")][-1] == 24
+
+
+def test_a_tracker_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["--track", "trackio", "--out", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == "error: --track trackio: the package is missing; pip install trackio\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("plugin", ["FSDP", "DEEPSPEED"])
+def test_sharded_training_is_refused(tmp_path, monkeypatch, capsys, plugin):
+    monkeypatch.setenv(f"ACCELERATE_USE_{plugin}", "true")
+    assert main([*SHORT, "--out", str(tmp_path / "run")]) == 2
+    assert f"Accelerate is configured for {plugin}, which is not supported" in capsys.readouterr().err
