@@ -15,12 +15,13 @@ from rich.table import Table
 from finetune_mile.config.resolve import Resolved, flat
 from finetune_mile.images.index import say_unreadable
 from finetune_mile.learning.phases import Phase, trace
-from finetune_mile.training.plan import Plan
+from finetune_mile.training.plan import Plan, unintended
 
 if TYPE_CHECKING:
     from finetune_mile.training.setup import Setup
 
 SHOWN_PHASES = 8
+SCHEDULE = ("mile.k_t", "mile.k_s", "mile.rho", "mile.warmup", "batch_size", "steps", "epochs")
 PIPED_WIDTH = 240  # columns where no terminal says how many there are: a setting is a line
 
 
@@ -53,6 +54,9 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
     unused = len(given) - int(((given > 0).any(1) if given.ndim == 2 else given >= 0).sum())
     if recipe.semi == "none" and unused:
         out.print(f"        {unused:,} images have no label and are not used; use them with --method mile --semi all")
+    if any(resolved.said_by.get(key, "").startswith("--") for key in SCHEDULE):  # else it is the recipe's business
+        for sentence in unintended(recipe, plan, labelled, setup.num_classes):
+            out.print(f"warning: {sentence}", style="yellow", markup=False)
     notes = [*setup.data.notes, *([say_unreadable(setup.data.unreadable)] if setup.data.unreadable else [])]
     for sentence in notes:
         out.print(f"warning: --data {recipe.data}: {sentence}", style="yellow", markup=False)

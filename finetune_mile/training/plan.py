@@ -22,6 +22,10 @@ class Plan(Budget):
 
     phases: tuple[Phase, ...]
 
+    @property
+    def generations(self) -> int:
+        return len({phase.generation for phase in self.phases if phase.name == "imitation"})
+
     def phase_of(self, step: int) -> tuple[Phase, bool]:
         """The phase that step `step` (from 1) belongs to, and whether it ends there."""
         for phase in self.phases:
@@ -61,6 +65,14 @@ def make_plan(recipe: Recipe, pool_sizes: dict[Pool, int]) -> Plan:
     budget = Budget(total_steps=total, steps_per_epoch=per_epoch, pool=pool)
     phases = tuple(recipe.rules.phases(recipe.block, budget))
     return Plan(total_steps=total, steps_per_epoch=per_epoch, pool=pool, phases=phases)
+
+
+def unintended(recipe: Recipe, plan: Plan, labelled: int, num_classes: int) -> list[str]:
+    """Sentences about what is likely not meant so."""
+    sentences: list[str] = recipe.rules.warnings(recipe.block, plan, plan.generations, num_classes)
+    if plan.steps_per_epoch < 1:
+        sentences = [f"a batch of {recipe.batch_size} is more than the {labelled:,} labelled images", *sentences]
+    return sentences
 
 
 def auto_epochs(labelled: int) -> float:

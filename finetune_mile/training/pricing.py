@@ -35,7 +35,7 @@ from finetune_mile.networks.heads import build, new_head
 from finetune_mile.networks.resnets import Padding
 from finetune_mile.training.display import duration
 from finetune_mile.training.folder import KEPT_CHECKPOINTS
-from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, make_plan, trial_steps
+from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, make_plan, trial_steps, unintended
 from finetune_mile.training.processes import wanted_precision
 from finetune_mile.training.setup import PROBE_IMAGES, lay_out
 
@@ -86,10 +86,7 @@ def count(recipe: Recipe) -> Work:
     evaluated = evaluations * min(evaluate.images or val, val) + probes + val + (labelled if evaluate.labels else 0)
     if recipe.head_init == "probe":
         evaluated += labelled * (1 + has_trial(recipe, labelled)) + val
-    generations = len({phase.generation for phase in imitations})
-    warnings = recipe.rules.warnings(recipe.block, plan, generations, classes)
-    if plan.steps_per_epoch < 1:
-        warnings = [f"a batch of {recipe.batch_size} is more than the {labelled:,} labelled images", *warnings]
+    warnings = unintended(recipe, plan, labelled, classes)
     if recipe.trunk == "frozen":
         warnings = [
             "the time is that of training on images; with --trunk frozen each image passes the network once",
@@ -97,7 +94,7 @@ def count(recipe: Recipe) -> Work:
         ]
     return Work(
         plan=plan, pools=pools, val=val, classes=classes, here=here, epochs=plan.total_steps / plan.steps_per_epoch,
-        imitation_steps=steps, generations=generations, label_bytes=label_bytes, warnings=warnings,
+        imitation_steps=steps, generations=plan.generations, label_bytes=label_bytes, warnings=warnings,
         teacher_images=teacher_images, evaluation_images=evaluated,
     )  # fmt: skip
 

@@ -217,3 +217,8 @@ def test_sharded_training_is_refused(tmp_path, monkeypatch, capsys, plugin):
     monkeypatch.setenv(f"ACCELERATE_USE_{plugin}", "true")
     assert main([*SHORT, "--out", str(tmp_path / "run")]) == 2
     assert f"Accelerate is configured for {plugin}, which is not supported" in capsys.readouterr().err
+
+
+def test_a_schedule_that_is_likely_not_meant_so_is_told_before_the_first_step(tmp_path, capsys):
+    assert main([*SHORT_MILE, "--rho", "0.1", "--out", str(tmp_path / "run")]) == 0
+    assert "warning: rho 0.1 is near the prior 1/C = 0.1" in capsys.readouterr().err
