@@ -1,16 +1,37 @@
-"""Fine-tune self-supervised image models with MILe, multi-label iterated learning."""
+"""Fine-tune self-supervised image models with MILe, multi-label iterated learning (docs/python.md)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
 
-__all__ = ["__version__", "load", "load_classifier"]
+    from finetune_mile.api import Run, embed, evaluate, probe, train
+    from finetune_mile.checkpoints.classifier import ImageClassifier
+    from finetune_mile.core.problems import Problem
+
+__all__ = [
+    "ImageClassifier", "Problem", "Run", "__version__", "embed", "evaluate", "load", "load_classifier", "probe",
+    "train",
+]  # fmt: skip
 __version__ = "0.1.0"
+
+# Imported when they are asked for: torch takes seconds.
+_LATE = {
+    "ImageClassifier": "finetune_mile.checkpoints.classifier",
+    "Problem": "finetune_mile.core.problems",
+    **dict.fromkeys(("Run", "embed", "evaluate", "probe", "train"), "finetune_mile.api"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATE[name]), name)
 
 
 def load(init: str, num_classes: int | None = None, arch: str | None = None) -> nn.Module:
@@ -25,25 +46,29 @@ def load(init: str, num_classes: int | None = None, arch: str | None = None) -> 
     Returns:
         A module that takes images (B, 3, H, W) in the checkpoint's own convention. It has `.card`,
         `.report` (what became of every tensor) and `.preprocess`, which turns one RGB image (PIL,
-        or a uint8 tensor (3, H, W)) into that convention.
+        a uint8 array (H, W, 3), or a uint8 tensor (3, H, W)) into that convention.
     """
     from finetune_mile.checkpoints.loading import load_public  # late: torch takes seconds to import
 
     return load_public(init, num_classes, arch)
 
 
-def load_classifier(source: str | Path) -> nn.Module:
+def load_classifier(source: str | Path, network: nn.Module | None = None) -> ImageClassifier:
     """The trained classifier of a run, in eval mode: images (B, 3, H, W) to logits (B, C).
 
     Args:
         source: a run folder, its export folder, or a checkpoint file that has a classifier.
+        network: for a run that was given a network of the user's own (`train(init=network)`): such a network again.
+            Its weights do not matter, the run's are put into a copy.
 
     Returns:
-        A module with `.classes` (C names, or None where the file names none), `.preprocess`, `.card`, `.report`, and
-        `.predict`, which takes a path, a PIL image, or a list of those. For one image it returns a list of
-        (class, probability), the most likely class first; for a list of images, a list of such lists. Probabilities
-        are softmax or sigmoid, as the network was trained. Where no names are known, classes are "0", "1", ...
+        A module with `.predict`, `.classes` (C names, or None where the file names none), `.preprocess`, `.card` and
+        `.report`. `.predict` takes a path, a PIL image, a uint8 array (H, W, 3), a uint8 tensor (3, H, W), or a list of
+        those. For one image it returns a list of (class, probability), the most likely class first; for a list of
+        images, a list of such lists.
     """
-    from finetune_mile.checkpoints.classifier import load_public_classifier
+    from finetune_mile.checkpoints.classifier import ImageClassifier
+    from finetune_mile.core.in_memory import named
 
-    return load_public_classifier(str(source))
+    with named(network):
+        return ImageClassifier.open(str(source))

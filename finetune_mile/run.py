@@ -98,11 +98,11 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | N
     recipe = resolved.recipe
     init = parse_init(recipe.init)
     teacher = None if recipe.teacher is None else parse_source(recipe.teacher, "--teacher")
+    split_name(recipe.data)
     if options.resume is not None:
         return resolved, options.resume, init, teacher
     if recipe.track != "none" and importlib.util.find_spec(recipe.track) is None:
         raise Problem(f"--track {recipe.track}: the package is missing; pip install {recipe.track}")
-    split_name(recipe.data)
     if recipe.unlabelled is not None:
         with said_as("--unlabelled"):
             split_name(recipe.unlabelled)

@@ -1,16 +1,18 @@
 """A network with the classifier of its file: for `load_classifier`, for `eval`, and as a teacher."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, Self, cast, overload
 
+import numpy.typing as npt
 import torch
+from huggingface_hub import ModelHubMixin, snapshot_download
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.init import Init, parse_source
-from finetune_mile.checkpoints.loading import Opened, Preprocessor, keep_own_head, open_trunk, with_attributes
+from finetune_mile.checkpoints.loading import Opened, Preprocessor, keep_own_head, open_trunk
 from finetune_mile.core.files import LARGEST_IMAGE, read_regular
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
@@ -18,6 +20,7 @@ from finetune_mile.images.pipeline import decode
 from finetune_mile.networks.heads import get_head
 
 BATCH = 64  # images of one forward pass of `predict`
+Picture = str | Path | Image | npt.NDArray[Any] | Tensor
 Labels = list[tuple[str, float]]  # (class, probability), the most likely class first
 
 
@@ -45,40 +48,61 @@ def load_with_head(source: str | Init, flag: str) -> tuple[nn.Module, Preprocess
 # -------------------------------------------------------------------------------- for Python users
 
 
-def load_public_classifier(source: str) -> nn.Module:
-    """See `finetune_mile.load_classifier`."""
-    opened = open_with_head(source, "load_classifier")
-    preprocess = Preprocessor(opened.card.preprocess)
-    predictor = Predictor(opened.network, opened.classes, preprocess, opened.activation or "softmax")
-    return with_attributes(
-        opened.network, card=opened.card, report=opened.report, preprocess=preprocess, classes=opened.classes,
-        predict=predictor.predict,
-    )  # fmt: skip
+class ImageClassifier(nn.Module, ModelHubMixin):
+    """The trained classifier of a run, in eval mode: images (B, 3, H, W) to logits (B, C).
 
+    `save_pretrained(folder)`, `push_to_hub("owner/name")` and `ImageClassifier.from_pretrained(folder or "owner/name")`
+    write and read a run's export.
+    """
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Predictor:
-    """Images to labels with probabilities."""
+    def __new__(cls, *_: object) -> Self:  # the mixin's would copy the weights into a config of its own
+        return super(ModelHubMixin, cls).__new__(cls)
 
-    network: nn.Module
-    classes: tuple[str, ...] | None
-    preprocess: Preprocessor
-    activation: str
+    def __init__(self, opened: Opened, model_card: str | None = None) -> None:
+        """Take an opened checkpoint with its own head; `model_card` is the README.md beside it."""
+        super().__init__()
+        report, own = opened.report, opened.config if opened.own else {}
+        self.network = opened.network
+        self.classes = opened.classes  # C names, or None where the file names none
+        self.activation = opened.activation or "softmax"
+        self.preprocess = Preprocessor(opened.card.preprocess)
+        self.card, self.report, self.model_card = opened.card, report, model_card
+        self.config: dict[str, Any] = own | opened.card.preprocess.model_dump(mode="json") | {
+            "arch": report.arch, "padding": report.padding, "num_classes": report.classifier,
+            "activation": self.activation, "classes": None if self.classes is None else list(self.classes),
+        }  # fmt: skip
+        self.eval()
 
-    def predict(self, images: str | Path | Image | Sequence[str | Path | Image]) -> Labels | list[Labels]:
-        """The labels of one image, or of each image of a list.
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (B, 3, H, W) in the convention of `preprocess` to logits (B, C)."""
+        logits: Tensor = self.network(images)
+        return logits
+
+    @overload
+    def predict(self, images: Picture) -> Labels: ...  # type: ignore[overload-overlap]  # text is a sequence too
+
+    @overload
+    def predict(self, images: Sequence[Picture]) -> list[Labels]: ...
+
+    def predict(self, images: Picture | Sequence[Picture]) -> Labels | list[Labels]:
+        """The labels of one image, or of each image of a list: (class, probability), the most likely class first.
+
+        Probabilities are softmax or sigmoid, as the network was trained. Where no names are known, classes are "0", ...
 
         Args:
-            images: a path or a PIL image; or a list of them, which is processed in batches.
+            images: a path, a PIL image, an array uint8 (H, W, 3) or (H, W), a tensor uint8 (3, H, W); or a list of
+                them, or an array or tensor with one more dimension in front. Lists are processed in batches.
         """
+        if getattr(images, "ndim", 0) == 4:
+            images = list(cast("Sequence[Picture]", images))
         if not isinstance(images, list | tuple):
-            return self._of([cast("str | Path | Image", images)])[0]
-        return [labels for at in range(0, len(images), BATCH) for labels in self._of(images[at : at + BATCH])]
+            return self._labels([cast("Picture", images)])[0]
+        return [labels for at in range(0, len(images), BATCH) for labels in self._labels(images[at : at + BATCH])]
 
     @torch.inference_mode()
-    def _of(self, images: Sequence[str | Path | Image]) -> list[Labels]:
+    def _labels(self, images: Sequence[Picture]) -> list[Labels]:
         batch = torch.stack([self.preprocess(_read(image)) for image in images])
-        logits = self.network(batch.to(next(self.network.parameters()).device)).float().cpu()
+        logits = self(batch.to(next(self.parameters()).device)).float().cpu()
         chances = logits.sigmoid() if self.activation == "sigmoid" else logits.softmax(1)
         names = self.classes or tuple(str(i) for i in range(logits.shape[1]))
         values, order = chances.sort(dim=1, descending=True, stable=True)
@@ -87,8 +111,32 @@ class Predictor:
             for row, ps in zip(order.tolist(), values.tolist(), strict=True)
         ]
 
+    def _save_pretrained(self, save_directory: Path) -> None:
+        """Called by `save_pretrained` and `push_to_hub`."""
+        write_export(save_directory, self.network, self.config)
+        if self.model_card is not None:
+            (save_directory / "README.md").write_text(self.model_card, encoding="utf-8")
 
-def _read(image: str | Path | Image) -> Image | Tensor:
+    @classmethod
+    def _from_pretrained(cls, *, model_id: str, **options: Any) -> Self:
+        """Called by `from_pretrained`; `options` are of the download, such as `revision` and `token`."""
+        if not Path(model_id).is_dir():
+            files = ["model.safetensors", "config.json", "README.md"]
+            model_id = snapshot_download(model_id, allow_patterns=files, **options)
+        return cls.open(model_id)
+
+    @classmethod
+    def open(cls, source: str) -> Self:
+        """See `finetune_mile.load_classifier`."""
+        init = parse_source(source, "load_classifier")
+        opened = open_with_head(init, init.flag)
+        folder = Path(init.name) if init.kind == "folder" else Path(init.name).parent
+        cards = [folder / "export/README.md", folder / "README.md"] if opened.own else []
+        text = next((card.read_text(encoding="utf-8") for card in cards if card.is_file()), None)
+        return cls(opened, text)
+
+
+def _read(image: Picture) -> Any:
     """A file as training and `eval` read it; anything else is left to `Preprocessor`."""
     if not isinstance(image, str | Path):
         return image

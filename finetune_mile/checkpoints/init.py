@@ -9,6 +9,7 @@ from typing import Any, Literal
 from finetune_mile.checkpoints.cards import Card, Missing, fetch_card, find_card, list_cards
 from finetune_mile.checkpoints.readers.contents import Refused
 from finetune_mile.checkpoints.readers.wire import message, raw, shape, table
+from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import Problem
 
 HEADER = "finetune_mile"  # the key in a safetensors file's `__metadata__` that holds an export's config as JSON
@@ -23,7 +24,7 @@ class Init:
     """A checkpoint that was named and may be opened; `str` gives what the user wrote."""
 
     text: str
-    kind: Literal["none", "card", "file", "folder", "tensorflow", "timm", "hf"]
+    kind: Literal["none", "card", "file", "folder", "tensorflow", "timm", "hf", "python"]
     name: str  # of the card, of timm's model, owner/name on the hub; else the path
     choice: str | None = None  # what follows `::`: a prefix, a format, or one of our networks
     flag: str = "--init"  # for messages
@@ -50,6 +51,9 @@ def parse_init(text: str | Init, flag: str = "--init") -> Init:
     scheme, colon, name = where.partition(":")
     if where == "none":
         return Init(text, "none", where, choice, flag)
+    if colon and scheme == SCHEME:
+        get_object(text, flag, "give the same network again, as in finetune_mile.train(init=..., resume=FOLDER)")
+        return Init(text, "python", name, choice, flag)
     if colon and scheme == "timm":
         if not name:
             raise Problem(f"{flag} timm: needs a model's name, as in timm:resnet50.a1_in1k")

@@ -4,6 +4,7 @@ Top to bottom: what comes out; the entries (`load_public`, `load_network`, `open
 tensors into a network; the classifier that a file holds.
 """
 
+import copy
 import math
 import re
 import warnings
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
+import numpy.typing as npt
 import torch
 from PIL.Image import Image
 from pydantic import ValidationError
@@ -22,10 +24,11 @@ from finetune_mile.checkpoints.detect import detect, name_network
 from finetune_mile.checkpoints.init import Init, Located, locate, parse_init, read_header
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.readers.mapped import MappedPages
-from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
-from finetune_mile.core.problems import Problem
+from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_card, timm_facts
+from finetune_mile.core.in_memory import get_object
+from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images.pipeline import centre_view, from_pil, normalise
+from finetune_mile.images.pipeline import centre_view, normalise, to_pixels
 from finetune_mile.networks.heads import HeadBias, HeadWeight, build, get_head, new_head, set_head
 from finetune_mile.networks.parts import HiddenLinear
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
@@ -91,18 +94,17 @@ class Preprocessor:
 
     convention: Preprocess
 
-    def __call__(self, image: Image | Tensor) -> Tensor:
+    def __call__(self, image: Image | npt.NDArray[Any] | Tensor) -> Tensor:
         """Crop the centre, resize, normalise.
 
         Args:
-            image: a PIL image of any mode, or a uint8 tensor (3, H, W) in RGB order. A PIL image is turned upright
-                and converted to RGB exactly as image files are in training.
+            image: a PIL image of any mode, a uint8 array (H, W, 3) or (H, W), or a uint8 tensor (3, H, W), in RGB
+                order. A PIL image is turned upright and converted to RGB exactly as image files are in training.
         """
-        pixels = image if isinstance(image, Tensor) else from_pil(image)
-        if pixels.dtype != torch.uint8 or pixels.ndim != 3 or pixels.shape[0] != 3:
-            raise Problem(
-                f"preprocess takes a PIL image or a uint8 tensor (3, H, W), not {pixels.dtype} {tuple(pixels.shape)}"
-            )
+        try:
+            pixels = to_pixels(image)
+        except BadImage as error:
+            raise Problem(f"not an image: {error}") from error
         mean, std = (torch.tensor(v).view(3, 1, 1) for v in (self.convention.mean, self.convention.std))
         return normalise(centre_view(pixels, self.convention), mean, std)
 
@@ -173,6 +175,8 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
     init = parse_init(init)
     if head_from not in (0, 1):
         raise Problem(f"head_from {head_from}: 0 (features) or 1 (after the first projection layer)")
+    if init.kind == "python":
+        return _brought(init, arch)
     if init.kind not in ("none", "timm"):
         located = locate(init)
         choice = init.choice or (located.card.choice if located.card else None)
@@ -195,6 +199,38 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
         reset=tuple(network.state_dict()),
     )  # fmt: skip
     return Opened(network=network, card=SCRATCH, report=report)
+
+
+def _brought(init: Init, arch: str | None) -> Opened:
+    """A copy of a network that was given from Python, without its head.
+
+    A network of `finetune_mile.load` or of timm keeps its name, so that the export of a run can be loaded without it.
+    """
+    own = get_object(init.text, init.flag, "")
+    if not isinstance(own, nn.Module):
+        raise Problem(f"{init.flag} {init}: expected a torch.nn.Module that has num_features, or text as for --init")
+    if arch is not None:
+        raise Problem(f"--arch {arch}: the network was given, so there is nothing to choose; leave arch out")
+    network = copy.deepcopy(own)
+    if hasattr(network, "reset_classifier"):
+        network.reset_classifier(0)  # type: ignore[operator]
+    elif isinstance(getattr(network, "fc", None), nn.Linear):
+        network.fc = nn.Identity()
+    known = getattr(own, "report", None)
+    card = getattr(own, "card", None) if isinstance(known, LoadReport) else timm_card(own)
+    name = known.arch if isinstance(known, LoadReport) else card.arch if card else None
+    if card is None or name is None or _shapes(build_for(name, card.padding, None)) != _shapes(network):
+        network, name = build(init.text), init.text
+        card = Card(name=name, method="python", arch=name, notes="a network that was given from Python")
+    report = LoadReport(
+        format="python", why="given from Python", arch=name, padding=card.padding, loaded=tuple(network.state_dict()),
+        reset=(), dropped=(),
+    )  # fmt: skip
+    return Opened(network=network, card=card, report=report)
+
+
+def _shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
 
 
 # --------------------------------------------------------------------------------------- one file

@@ -33,16 +33,29 @@ def open_timm(name: str, arch: str | None) -> tuple[nn.Module, Card]:
             f"--init timm:{name} could not be fetched ({first}); fetch its model.safetensors elsewhere and "
             f"use --init FILE --arch timm:{base}"
         ) from error
-    config = getattr(network, "pretrained_cfg", {})
-    card = Card(
-        name=f"timm:{name}",
+    return network, make_card(f"timm:{name}", base, getattr(network, "pretrained_cfg", {}))
+
+
+def make_card(name: str, base: str, config: Mapping[str, Any]) -> Card:
+    """The card of a timm network from its `pretrained_cfg`."""
+    return Card(
+        name=name,
         method="timm",
         arch=f"timm:{base}",
         preprocess=_preprocess(config),
         licence=str(config.get("license") or "unknown"),
         source=str(config.get("hf_hub_id") or config.get("url") or ""),
     )
-    return network, card
+
+
+def timm_card(network: nn.Module) -> Card | None:
+    """The card of a network that a user made with timm; None for another network."""
+    config = getattr(network, "pretrained_cfg", None)
+    if not isinstance(config, dict) or not config.get("architecture"):
+        return None
+    base = str(config["architecture"])
+    tag = f".{config['tag']}" if config.get("tag") else ""
+    return make_card(f"timm:{base}{tag}", base, config)
 
 
 def timm_facts(config: Mapping[str, Any]) -> tuple[str, Preprocess]:

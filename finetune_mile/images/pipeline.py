@@ -138,6 +138,26 @@ def from_pil(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
 
 
+def to_pixels(image: object) -> Tensor:
+    """An image in memory as RGB, uint8 (3, H, W), upright.
+
+    Args:
+        image: a PIL image, an array uint8 (H, W), (H, W, 3) or (H, W, 4), or a tensor uint8 (3, H, W).
+
+    Raises:
+        BadImage: it is something else.
+    """
+    shape, kind = tuple(getattr(image, "shape", ())), str(getattr(image, "dtype", "")).removeprefix("torch.")
+    if isinstance(image, np.ndarray) and kind == "uint8" and (len(shape) == 2 or shape[2:] in ((3,), (4,))):
+        image = Image.fromarray(image)
+    if isinstance(image, Image.Image):
+        return from_pil(image)
+    if isinstance(image, Tensor) and kind == "uint8" and len(shape) == 3 and shape[0] == 3:
+        return image
+    found = f"{type(image).__name__} {kind} {shape}" if kind else type(image).__name__
+    raise BadImage(f"expected a PIL image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W), found {found}")
+
+
 # ------------------------------------------------------------------------------------ one view of an image
 
 

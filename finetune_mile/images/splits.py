@@ -68,12 +68,10 @@ def make_data(name: str, classes: Sequence[str], sets: Iterable[ImageSet], flag:
 
 
 def _take(images: ImageSet, rows: Indices) -> ImageSet:
-    """Some images of a set that a source made with `to_set`."""
-    assert images.encoded is not None
     return dataclasses.replace(
         images, ids=Names.of(images.ids[i] for i in rows.tolist()), given=images.given[rows],
         truth=None if images.truth is None else images.truth[rows],
-        read=Picked(images.read, rows), encoded=Picked(images.encoded, rows),
+        read=Picked(images.read, rows), encoded=None if images.encoded is None else Picked(images.encoded, rows),
     )  # fmt: skip
 
 

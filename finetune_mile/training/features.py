@@ -31,6 +31,7 @@ from finetune_mile.checkpoints.loading import LoadReport
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.console import progress
 from finetune_mile.core.files import cache, locked, whole_file, write_json
+from finetune_mile.core.in_memory import SCHEME
 from finetune_mile.core.problems import BadImage, Failed, Problem
 from finetune_mile.core.types import Batch, Pool
 from finetune_mile.images.index import BadImages, Bytes, Data, Files, ImageSet, Joined, Picked, TarFiles
@@ -277,6 +278,11 @@ def depends_on(
     network: nn.Module, arch: str, viewer: Viewer, *, dtype: Dtype, precision: str, contents: bool
 ) -> dict[str, Any]:
     """All that decides the numbers in a store."""
+    if arch.startswith(f"{SCHEME}:"):  # the code of a user's own network may change while its name and weights stay
+        noise = torch.rand(2, 3, viewer.preprocess.size, viewer.preprocess.size, generator=torch.Generator())
+        with torch.no_grad():
+            outputs = network(noise.to(viewer.accelerator.device)).float().cpu().numpy()
+        arch += f", outputs {hashlib.sha256(outputs.tobytes()).hexdigest()[:16]}"
     return {
         "format": FORMAT, "network": arch, "weights": weights_hash(network),
         "preprocess": viewer.preprocess.model_dump(mode="json"), "dtype": dtype,

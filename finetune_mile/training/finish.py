@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.files import whole_file, write_json
+from finetune_mile.core.in_memory import SCHEME
 from finetune_mile.images.index import say_skipped
 from finetune_mile.images.splits import label_names
 from finetune_mile.measures import CLOSING, say_images
@@ -68,7 +69,8 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
     with whole_file(folder.path / "export/README.md") as part:
         part.write_text(model_card(recipe, config, results, warning), encoding="utf-8")
     notes = say_images(results, trial=(folder.path / TRIAL).is_dir())
-    if recipe.init != "none" and not start.is_file():
+    on_disk = not any(name.startswith(f"{SCHEME}:") for name in (recipe.init, recipe.data))
+    if recipe.init != "none" and on_disk and not start.is_file():
         notes.append(f"Two lines to beat, a linear probe and k-NN of the checkpoint: {probe_command(recipe)}")
     write_report(setup, shown, folder, results, notes, warning)
     title = f"{recipe.method} on {data.name}: results on {int(results['images']):,} validation images"

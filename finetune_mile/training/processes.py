@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
@@ -47,6 +51,21 @@ def start(*, precision: Precision, seed: int, track: str, project: str) -> Accel
         )
     set_seed(seed)
     return accelerator
+
+
+@contextlib.contextmanager
+def accelerator_of_its_own() -> Iterator[None]:
+    """Start without Accelerate's state, one per process, and put a caller's own back at the end."""
+    states = [each._shared_state for each in (AcceleratorState, GradientState)]
+    before = [dict(state) for state in states]
+    for state in states:
+        state.clear()
+    try:
+        yield
+    finally:
+        for state, content in zip(states, before, strict=True):
+            state.clear()
+            state.update(content)
 
 
 def wanted_precision(recipe: Precision | Literal["auto"]) -> Precision:
@@ -103,7 +122,8 @@ class Signals:
     def __init__(self) -> None:
         self.caught: int | None = None
         self._caught_at = 0.0
-        self._before = {s: signal.signal(s, self._catch) for s in (signal.SIGTERM, signal.SIGINT)}
+        ours = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        self._before = {s: signal.signal(s, self._catch) for s in ours}  # Python lets other threads have no handler
 
     def __enter__(self) -> Signals:
         return self

@@ -85,9 +85,15 @@ def check_flags(options: argparse.Namespace, texts: list[str]) -> list[Init]:
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options = build_parser().parse_args(argv)
-    (init,) = check_flags(options, [options.init])
+    options, init = parse(argv)
     return stoppable(lambda accelerator, signals: _embed(options, init, accelerator, signals))
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, Init]:
+    """The flags, and the checkpoint of --init."""
+    options: argparse.Namespace = build_parser().parse_args(argv)
+    (init,) = check_flags(options, [options.init])
+    return options, init
 
 
 def stoppable(work: Callable[[Accelerator, Signals], None], precision: Literal["no", "auto"] = "no") -> int:
@@ -104,9 +110,14 @@ def stoppable(work: Callable[[Accelerator, Signals], None], precision: Literal["
     return 0
 
 
-def _embed(options: argparse.Namespace, init: Init, accelerator: Accelerator, signals: Signals) -> None:
+def compute(options: argparse.Namespace, init: Init, accelerator: Accelerator, signals: Signals) -> Store:
+    """The features of all images of --data."""
     data = load_data(options.data, need_labels=False)
-    store = features_of(init, data, options, accelerator, signals, path=options.out, views=options.views)
+    return features_of(init, data, options, accelerator, signals, path=options.out, views=options.views)
+
+
+def _embed(options: argparse.Namespace, init: Init, accelerator: Accelerator, signals: Signals) -> None:
+    store = compute(options, init, accelerator, signals)
     if not accelerator.is_main_process:
         return
     train = store.features("train")
@@ -114,7 +125,8 @@ def _embed(options: argparse.Namespace, init: Init, accelerator: Accelerator, si
     if skipped:
         sys.stderr.write(say_skipped(skipped, store.path / "bad_images.csv") + " (their features are NaN)\n")
     sys.stdout.write(
-        f"{store.path}: {len(train):,} training and {len(data.val):,} validation images, {train.shape[1]:,} features, "
+        f"{store.path}: {len(train):,} training and {len(store.features('val')):,} validation images, "
+        f"{train.shape[1]:,} features, "
         f"{train.dtype}\n"
     )
 

@@ -173,7 +173,25 @@ def main(argv: list[str]) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The evaluation itself; from here on torch is needed."""
+    scored = score(options)
+    if scored is not None:
+        results, measured, models, facts, differences = scored
+        write_evaluation(options.out, results, models[0], measured, facts, options)
+        show(results, models[0], options.out)
+        if differences:
+            write_comparison(options.out, models[0], models[1], differences)
+    return 0
+
+
+def score(
+    options: argparse.Namespace,
+) -> tuple[dict[str, float], Measured, list[Predictions], dict[str, Any], dict[str, Comparison]] | None:
+    """The evaluation itself; from here on torch is needed. None in other processes than the first.
+
+    Returns:
+        The content of results.json; the measures of every image; the predictions of --model, and of --compare; facts
+        for eval.json; the differences to --compare.
+    """
     from finetune_mile.measures.intervals import compare
     from finetune_mile.measures.metrics import measure
     from finetune_mile.measures.predictions import read_predictions
@@ -193,7 +211,7 @@ def run(options: argparse.Namespace) -> int:
         )  # fmt: skip
         models.append(_matched(other, first, options.compare))
     if not accelerator.is_main_process:
-        return 0
+        return None
     for model in models:
         bad = int((~model.logits.isfinite().all(1)).sum())
         if bad:
@@ -211,14 +229,12 @@ def run(options: argparse.Namespace) -> int:
         "prediction_set": rule, "rho": rho, "truth": options.truth, "world_size": accelerator.num_processes,
         "activation": activations[0],
     }  # fmt: skip
-    results = write_evaluation(options.out, first, measured[0], facts, options)
-    show(results, first, options.out)
+    differences: dict[str, Comparison] = {}
     if options.compare is not None:
         ours, theirs = measured
-        pairs = ((ours.samples, theirs.samples), (ours.by_class, theirs.by_class))
-        differences = [compare(a, b, draws=max(options.draws, 1), seed=options.seed) for a, b in pairs]
-        write_comparison(options.out, first, models[1], differences[0] | differences[1])
-    return 0
+        for a, b in ((ours.samples, theirs.samples), (ours.by_class, theirs.by_class)):
+            differences |= compare(a, b, draws=max(options.draws, 1), seed=options.seed)
+    return results_of(measured[0], first, options), measured[0], models, facts, differences
 
 
 def _with_truth(predictions: Predictions, spec: str) -> Predictions:
@@ -371,16 +387,13 @@ def _read_one(data: Data, order: list[int], index: int) -> Tensor:
 # --------------------------------------------------------------------------------------- files and tables
 
 
-def write_evaluation(
-    out: Path, predictions: Predictions, measured: Measured, facts: dict[str, Any], options: argparse.Namespace
-) -> dict[str, float]:
-    """Write results.json, per_class.csv, eval.json, and logits.parquet if a model made them; returns the results.
+def results_of(measured: Measured, predictions: Predictions, options: argparse.Namespace) -> dict[str, float]:
+    """The content of results.json.
 
     An interval is two more keys, `accuracy_low` and `accuracy_high`: 95 %, drawn over images; for means over classes
     (map, recovery_map) over classes. The threshold of f1@best is held fixed in it.
     """
     from finetune_mile.measures.intervals import intervals
-    from finetune_mile.measures.predictions import write_predictions
 
     results = measured.results()
     bad = predictions.about.get("bad_images") or {}
@@ -391,6 +404,17 @@ def write_evaluation(
         edges = intervals(present, draws=options.draws, seed=options.seed) if options.draws > 0 else {}
         for key, (low, high) in edges.items():
             results |= {f"{key}_low": low, f"{key}_high": high}
+    return results
+
+
+def write_evaluation(
+    out: Path, results: Mapping[str, float], predictions: Predictions, measured: Measured, facts: dict[str, Any],
+    options: argparse.Namespace,
+) -> None:  # fmt: skip
+    """Write results.json, per_class.csv, eval.json, and logits.parquet if a model made them."""
+    from finetune_mile.measures.predictions import write_predictions
+
+    bad = predictions.about.get("bad_images") or {}
     out.mkdir(parents=True, exist_ok=True)
     for stale in ("eval.json", "comparison.json", "bad_images.csv"):
         (out / stale).unlink(missing_ok=True)
@@ -413,7 +437,6 @@ def write_evaluation(
         "draws": options.draws, "seed": options.seed, **environment(),
     }  # fmt: skip
     write_json(out / "eval.json", about)
-    return results
 
 
 def _cell(value: str | float) -> str:

@@ -50,7 +50,13 @@ def build_parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options = build_parser().parse_args(argv)
+    options, inits = parse(argv)
+    return stoppable(lambda accelerator, signals: _probe(options, inits, accelerator, signals))
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Init]]:
+    """The flags, and the checkpoints of --init."""
+    options: argparse.Namespace = build_parser().parse_args(argv)
     problems = [
         f"--{name} {getattr(options, name)}: must be from 1 to {high:,}"
         for name, high in (("seeds", MOST_SEEDS), ("k", MOST_NEIGHBOURS))
@@ -68,11 +74,13 @@ def main(argv: list[str]) -> int:
             problems.append(f"{flag} {path}: {'is a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
     if problems:
         raise Problem(*problems)
-    inits = check_flags(options, options.init)
-    return stoppable(lambda accelerator, signals: _probe(options, inits, accelerator, signals))
+    return options, check_flags(options, options.init)
 
 
-def _probe(options: argparse.Namespace, inits: list[Init], accelerator: Accelerator, signals: Signals) -> None:
+def compute(
+    options: argparse.Namespace, inits: list[Init], accelerator: Accelerator, signals: Signals
+) -> dict[str, Any] | None:
+    """What --json writes; None in other processes than the first."""
     from finetune_mile.images.splits import labelled_pools
     from finetune_mile.measures.probing import majority, probe, ranking
 
@@ -95,19 +103,25 @@ def _probe(options: argparse.Namespace, inits: list[Init], accelerator: Accelera
             "seconds_probes": round(time.monotonic() - embedded, 2),
         }  # fmt: skip
     if not accelerator.is_main_process:
-        return
+        return None
     rows = [row | facts[row["init"]] for row in ranking(probed)]
-    result = {
+    return {
         "data": data.name, "fraction": options.fraction, "seeds": seeds, "k": options.k, "labels": len(labelled[0]),
         "images": len(data.val), "classes": len(data.classes), "majority": majority(data), "probes": rows,
     }  # fmt: skip
+
+
+def _probe(options: argparse.Namespace, inits: list[Init], accelerator: Accelerator, signals: Signals) -> None:
+    result = compute(options, inits, accelerator, signals)
+    if result is None:
+        return
     show(result)
     if options.json is not None:
         write_json(options.json, result)
     if options.html is not None:
         from finetune_mile.pages.report import write_page
 
-        write_page(options.html, "probe.html", title=f"Checkpoints for {data.name}", **result)
+        write_page(options.html, "probe.html", title=f"Checkpoints for {result['data']}", **result)
 
 
 def show(result: dict[str, Any]) -> None:

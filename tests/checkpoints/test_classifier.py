@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -12,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import HfApi, RepoUrl, hub_mixin
 from PIL import Image
 from torch import Tensor
 
 import finetune_mile
 from finetune_mile import cli
+from finetune_mile.checkpoints import classifier
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import load_network
 from finetune_mile.core.problems import Problem
@@ -140,6 +143,87 @@ def test_predict_gives_sigmoids_and_numbers_where_the_file_says_so(tmp_path: Pat
     assert {name for name, _ in found} == {"0", "1", "2"}
     assert dict(found) == pytest.approx({str(i): float(p) for i, p in enumerate(expected)}, rel=1e-5)
     assert model.predict([]) == []
+
+
+def test_predict_takes_arrays_and_tensors_alone_and_in_lists(tmp_path: Path) -> None:
+    model = finetune_mile.load_classifier(demo_export(tmp_path / "export"))
+    pixels = torch.randint(0, 255, (3, 3, 30, 26), dtype=torch.uint8)
+    arrays = [image.permute(1, 2, 0).numpy() for image in pixels]
+    Image.fromarray(arrays[0]).save(tmp_path / "0.png")
+    mixed = [tmp_path / "0.png", arrays[1], pixels[2]]
+    expected = model.predict([Image.fromarray(array) for array in arrays])
+    assert len({labels[0][1] for labels in expected}) == 3
+    for images in (mixed, tuple(mixed), pixels, np.stack(arrays), list(pixels)):
+        for labels, same in zip(model.predict(images), expected, strict=True):
+            assert dict(labels) == pytest.approx(dict(same), rel=1e-5)
+    assert dict(model.predict(arrays[1])) == pytest.approx(dict(expected[1]), rel=1e-5)
+    assert dict(model.predict(pixels[2])) == pytest.approx(dict(expected[2]), rel=1e-5)
+    grey = np.repeat(arrays[0][..., :1], 3, axis=2)
+    assert model.predict(grey[..., 0]) == model.predict(grey)
+    with pytest.raises(Problem, match=r"not an image: expected a PIL .*found Tensor float32 \(3, 30, 26\)"):
+        model.predict(pixels[0].float())
+    with pytest.raises(Problem, match=r"found ndarray uint8 \(3, 30, 26\)"):
+        model.predict(pixels[0].numpy())
+    with pytest.raises(Problem, match="found int"):
+        model.predict([3])  # type: ignore[list-item]
+
+
+def test_a_list_is_one_forward_pass_per_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classifier, "BATCH", 2)
+    model, sizes = finetune_mile.load_classifier(demo_export(tmp_path / "export")), []
+    model.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    model.predict(torch.zeros(5, 3, 24, 24, dtype=torch.uint8))
+    assert sizes == [2, 2, 1]
+
+
+def test_save_pretrained_and_from_pretrained(run: Path, tmp_path: Path) -> None:
+    model = finetune_mile.load_classifier(run)
+    model.save_pretrained(tmp_path / "saved")
+    for name in ("README.md", "model.safetensors"):
+        assert (tmp_path / "saved" / name).read_bytes() == (run / "export" / name).read_bytes(), name
+    saved, first = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "saved", run / "export"))
+    assert saved == first
+    again = finetune_mile.ImageClassifier.from_pretrained(tmp_path / "saved")
+    images = torch.rand(2, 3, 24, 24)
+    assert torch.equal(again(images), model(images))
+    assert (again.classes, again.activation, again.preprocess) == (model.classes, model.activation, model.preprocess)
+
+
+def test_a_classifier_of_another_library_is_saved_as_ours(tmp_path: Path) -> None:
+    network, _, _ = load_network("none", arch="resnet-demo", num_classes=3, head_bias="zero")
+    torch.save(network.state_dict(), tmp_path / "foreign.pth")
+    model = finetune_mile.load_classifier(tmp_path / "foreign.pth")
+    model.save_pretrained(tmp_path / "saved")
+    again = finetune_mile.load_classifier(tmp_path / "saved")
+    images = torch.rand(2, 3, 24, 24)
+    assert torch.equal(again(images), model(images))
+    assert again.preprocess == model.preprocess
+    assert again.classes is None
+
+
+def test_push_to_hub_uploads_an_export_that_from_pretrained_downloads(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder stands for the hub."""
+    hub = tmp_path / "hub"
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: RepoUrl(f"https://huggingface.co/{repo_id}"))
+    monkeypatch.setattr(
+        HfApi, "upload_folder", lambda self, *, repo_id, folder_path, **_: shutil.copytree(folder_path, hub / repo_id)
+    )
+    model = finetune_mile.load_classifier(run)
+    model.push_to_hub("me/photos")
+    asked = []
+
+    def download(repo_id: str, **options: object) -> str:
+        asked.append(options["revision"])
+        return str(hub / repo_id)
+
+    monkeypatch.setattr(hub_mixin, "hf_hub_download", lambda repo_id, filename, **_: str(hub / repo_id / filename))
+    monkeypatch.setattr(classifier, "snapshot_download", download)
+    again = finetune_mile.ImageClassifier.from_pretrained("me/photos", revision="v1")
+    assert asked == ["v1"]
+    images = torch.rand(2, 3, 24, 24)
+    assert torch.equal(again(images), model(images))
 
 
 def test_predict_names_the_file_that_cannot_be_read(tmp_path: Path) -> None:

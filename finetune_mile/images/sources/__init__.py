@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import unquote
 
+from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import Problem, did_you_mean
 from finetune_mile.images.index import Data
 
@@ -40,7 +41,8 @@ PLACELESS = ("demo", "imagenet", *OF_MNIST)  # their name alone is enough
 def load_data(data: str, *, need_labels: bool = True) -> Data:
     """Open the images of --data; images without any label raise unless the caller does without."""
     scheme, where = split_name(data)
-    module, _, function = SOURCES[scheme].partition(":")
+    source = "finetune_mile.images.sources.memory:load" if scheme == SCHEME else SOURCES[scheme]
+    module, _, function = source.partition(":")
     loaded = cast(Callable[[str], Data], getattr(importlib.import_module(module), function))(where)
     if need_labels and not loaded.classes:
         raise Problem(
@@ -86,6 +88,9 @@ def anchored(data: str, base: str | Path) -> str:
 def split_name(data: str) -> tuple[str, str]:
     """`folder:photos` is ("folder", "photos"); a bare directory is a folder; anything else raises."""
     scheme, where = scheme_and_place(data)
+    if scheme == SCHEME:
+        get_object(data, "--data", "give the same images again, as in finetune_mile.train(data=..., resume=FOLDER)")
+        return scheme, where
     if scheme not in SOURCES:
         known = [f"{name}:" for name in SOURCES]
         raise Problem(f"--data {data}: no source is called {scheme!r}; {did_you_mean(f'{scheme}:', known)}")

@@ -52,11 +52,23 @@ class Rows:
 
 
 def load(where: str) -> Data:
-    import datasets
-
     place, options = read_options("hf", where, ("image", "label", "train", "val", "config"))
     flag = f"--data hf:{where}"
     splits = _open(place, options.get("config"), flag)
+    return from_splits(Path(place).name or place, splits, options, flag, "name it with ?{}=COLUMN")
+
+
+def from_splits(name: str, splits: Mapping[str, Any], options: Mapping[str, str], flag: str, fix: str) -> Data:
+    """The data of a DatasetDict.
+
+    Args:
+        name: of the data.
+        splits: each a `datasets.Dataset`.
+        options: the columns `image` and `label`, and the splits `train` and `val`, where they are not detected.
+        flag: for messages.
+        fix: what to do where the column {} is not detected.
+    """
+    import datasets
 
     def pick(kind: str, key: str, existing: Mapping[str, Any], defaults: Sequence[str]) -> str | None:
         """The split or column that an option names; else the first default that exists."""
@@ -65,18 +77,18 @@ def load(where: str) -> Data:
         return options.get(key) or next((name for name in defaults if name in existing), None)
 
     train_name, val_name = pick("split", "train", splits, ("train", *splits)), pick("split", "val", splits, VAL_NAMES)
-    train = splits[train_name]
+    train = splits[str(train_name)]
     features = train.features
     columns = ", ".join(features)
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
     image = pick("column", "image", features, images if len(images) == 1 else ())
     if image is None:
         count = "several image columns" if images else "no image column"
-        raise Problem(f"{flag}: {count} among {columns}; name it with ?image=COLUMN")
+        raise Problem(f"{flag}: {count} among {columns}; {fix.format('image')}")
     typed = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
     label = pick("column", "label", features, (*LABELS, *(typed if len(typed) == 1 else ())))
     if label is None and not {"label", "labels"} & _note_fields(train).keys():
-        raise Problem(f"{flag}: no label column among {columns}; name it with ?label=COLUMN")
+        raise Problem(f"{flag}: no label column among {columns}; {fix.format('label')}")
 
     tables = [train] if val_name in (None, train_name) else [train, splits[val_name]]
     cells = [_labels(table, label or NOTE) for table in tables]
@@ -85,7 +97,7 @@ def load(where: str) -> Data:
     sets = (
         _image_set(table, image, column, classes, several, flag) for table, column in zip(tables, cells, strict=True)
     )
-    return make_data(Path(place).name or place, classes, sets, flag)
+    return make_data(name, classes, sets, flag)
 
 
 def _open(place: str, config: str | None, flag: str) -> Any:

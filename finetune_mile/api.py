@@ -1,0 +1,237 @@
+"""The commands for Python: the same words, checks, sentences and files, with plain data as the answer. No torch here.
+
+A keyword is a flag, with `_` for `-`. Images and networks may be Python objects instead of text. What a command would
+print as an error is raised as `Problem`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import yaml
+
+from finetune_mile.config.flags import SETTINGS
+from finetune_mile.config.flags import parse as parse_run
+from finetune_mile.core.in_memory import SCHEME, named
+from finetune_mile.core.problems import Problem
+from finetune_mile.run import prepare, run
+from finetune_mile.training.folder import read_info
+from finetune_mile.verbs import embed as embedding
+from finetune_mile.verbs import evaluate as evaluation
+from finetune_mile.verbs import probe as probing
+from finetune_mile.verbs.embed import stoppable
+
+if TYPE_CHECKING:
+    import datasets
+    from torch import nn
+    from torch.utils.data import Dataset
+
+    from finetune_mile.checkpoints.classifier import ImageClassifier
+    from finetune_mile.training.features import Split
+
+    # Text as for --data; rows with an image and a label; items (PIL image, int); (paths, labels).
+    OneSet: TypeAlias = datasets.Dataset | Dataset[Any]
+    Images: TypeAlias = str | Path | OneSet | Mapping[str, OneSet] | tuple[list[str | Path], list[Any]]
+    Network: TypeAlias = str | Path | nn.Module  # text as for --init; or a module as in `train`
+
+SWITCHES = ("overwrite", "verify")  # flags without a value
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run folder."""
+
+    folder: Path
+    network: nn.Module | None = None  # of a run that was given a network of the user's own
+
+    @classmethod
+    def open(cls, folder: str | Path, network: nn.Module | None = None) -> Run:
+        """A run that was made before, by Python or by the command; `network` as in `load_classifier`."""
+        if not (Path(folder) / "recipe.yaml").is_file():
+            raise Problem(f"{folder}: not a run folder (it has no recipe.yaml)")
+        return cls(Path(folder), network)
+
+    @property
+    def results(self) -> dict[str, float]:
+        """The final scores: the content of results.json."""
+        scores: dict[str, float] = json.loads(self._file("results.json").read_text(encoding="utf-8"))
+        return scores
+
+    @property
+    def labels(self) -> Any:
+        """Labels of the training images, a `pyarrow.Table`: id, given, found, probability (`.to_pandas()`)."""
+        import pyarrow.parquet as pq
+
+        return pq.read_table(self._file("labels.parquet"))
+
+    @property
+    def report(self) -> Path:
+        """The page to open in a browser."""
+        return self._file("report.html")
+
+    def classifier(self) -> ImageClassifier:
+        """The trained network, with `.predict`."""
+        from finetune_mile import load_classifier
+
+        return load_classifier(self.folder, self.network)
+
+    def _file(self, name: str) -> Path:
+        path = self.folder / name
+        if not path.is_file():
+            status = read_info(self.folder).get("status", "unknown")
+            fix = "its recipe says not to write it" if status == "finished" else "continue it with train(resume=FOLDER)"
+            raise Problem(f"{self.folder}: there is no {name} (the run is {status}); {fix}")
+        return path
+
+
+def train(
+    data: Images | None = None,
+    init: Network | None = None,
+    *,
+    method: str | None = None,
+    fraction: float | None = None,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    overwrite: bool = False,
+    **settings: Any,
+) -> Run:
+    """Train, as `finetune-mile train` does, and return the finished run.
+
+    Args:
+        data: text as for `--data`; a `datasets.Dataset` or `DatasetDict` with an image and a label column; a torch
+            `Dataset` of (PIL image, int), or a dict of them (train, val, test); or two lists, (paths, labels). Without
+            validation images of its own, a fifth of each class is held out.
+        init: text as for `--init`, or a module that turns images (B, 3, H, W) into features (B, D) and has
+            `num_features`. A module is copied, and not changed.
+        method: as for `--method`: mile, softmax, sigmoid, ...
+        fraction: share of the labels to use.
+        out: the run folder; None: runs/<recipe>-<number>.
+        resume: continue this run folder, with its own settings; give `data` and `init` again if they were objects.
+        overwrite: replace a run that is in `out`.
+        settings: any other setting of a recipe, such as `steps=100`, `recipe="..."`, or `**{"mile.rho": 0.5}`.
+    """
+    with named(data, init) as (data_name, init_name):
+        texts = {"data": data_name, "init": init_name}
+        if resume is not None:  # the recipe has the names of objects
+            texts = {key: text for key, text in texts.items() if not (text or "").startswith(f"{SCHEME}:")}
+        given = texts | {"method": method, "fraction": fraction} | settings
+        places = {"out": out, "overwrite": overwrite, "resume": resume}
+        words = _words(places | {key: value for key, value in given.items() if key in SETTINGS})
+        words += [f"--set={key}={_yaml(key, value)}" for key, value in given.items() if key not in SETTINGS]
+        options = parse_run(words)
+        prepared = prepare(options)
+        _complete(lambda: run(options, *prepared))
+    return Run(prepared[1], None if init is None or isinstance(init, str | Path) else init)
+
+
+def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, Any]]:
+    """Compute the features of a checkpoint, as `finetune-mile embed` does.
+
+    Args:
+        init: as in `train`.
+        data: as in `train`; labels are not needed.
+        flags: of the command, such as `out`, `size`, `batch_size`.
+
+    Returns:
+        For `train` and `val`: `ids` (N names), `labels` (N lists of class names) and `features`, an array (N, D) that
+        is read from disk when it is used. A row of NaN is an image that could not be read.
+    """
+    import pyarrow.parquet as pq
+
+    stores = []
+    with named(init, data) as (init_name, data_name):
+        out = [] if flags.get("out") is None else [str(flags.pop("out"))]
+        options, opened = embedding.parse([*_words({"init": init_name, "data": data_name, **flags}), *out])
+        _complete(lambda: stoppable(lambda *processes: stores.append(embedding.compute(options, opened, *processes))))
+    splits: tuple[Split, ...] = ("train", "val")
+    answer = {}
+    for split in splits:
+        table = pq.read_table(stores[0].path / f"{split}.parquet").to_pydict()
+        answer[split] = {"ids": table["id"], "labels": table["labels"], "features": stores[0].features(split)}
+    return answer
+
+
+def probe(init: Network | list[Network], data: Images, **flags: Any) -> dict[str, Any]:
+    """Compare checkpoints by k-NN and linear probes, as `finetune-mile probe` does; returns what its --json writes.
+
+    Args:
+        init: one or several, each as in `train`.
+        data: as in `train`.
+        flags: of the command, such as `fraction`, `seeds`, `k`.
+    """
+    results = []
+    inits = init if isinstance(init, list) else [init]
+    with named(data, *inits) as (data_name, *names):
+        options, opened = probing.parse(_words({"init": names, "data": data_name, **flags}))
+        _complete(lambda: stoppable(lambda *processes: results.append(probing.compute(options, opened, *processes))))
+    return results[0] or {}
+
+
+def evaluate(
+    model: Run | str | Path, data: Images | None = None, *, out: str | Path | None = None, **flags: Any
+) -> dict[str, Any]:
+    """Score a classifier, as `finetune-mile eval` does; returns the content of results.json.
+
+    Args:
+        model: a run, or text as for `--model`.
+        data: as in `train`; None: the data of the run.
+        out: write the files of the command into this folder; None: write nothing.
+        flags: of the command, such as `part`, `truth`, `draws`; with `compare` the answer has a key `comparison`.
+    """
+    scored = []
+    with named(data) as (data_name,):
+        text = f"run:{model.folder}" if isinstance(model, Run) else str(model)
+        options = evaluation.parse(_words({"model": text, "data": data_name, "out": out, **flags}))
+        _complete(lambda: scored.append(evaluation.score(options)))
+    if scored[0] is None:
+        return {}
+    results, measured, models, facts, differences = scored[0]
+    if out is not None:
+        evaluation.write_evaluation(options.out, results, models[0], measured, facts, options)
+    compared = {key: dataclasses.asdict(each) for key, each in differences.items()}
+    return results | ({"comparison": compared} if compared else {})
+
+
+# ------------------------------------------------------------------------------------ from Python to a command's words
+
+
+def _words(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as a shell would hand them over; None is left out, a list is a flag several times."""
+    words = []
+    for key, value in flags.items():
+        flag = "--" + key.replace("_", "-")
+        if key in SWITCHES:
+            words += [flag] if value else []
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None:
+                words.append(f"{flag}={each if isinstance(each, str | Path) else _yaml(key, each)}")
+    return words
+
+
+def _yaml(key: str, value: object) -> str:
+    """A value as `--set` reads it."""
+    value = value.item() if hasattr(value, "item") else str(value) if isinstance(value, Path) else value
+    try:
+        text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    except yaml.YAMLError as error:
+        raise Problem(f"{key}: a {type(value).__name__} is not a value for a setting") from error
+    return text.removesuffix("...\n").strip()
+
+
+def _complete(work: Callable[[], int | None]) -> None:
+    """Do the work of a command; where a signal stopped it, raise what that signal usually does."""
+    from finetune_mile.training.processes import accelerator_of_its_own
+
+    with accelerator_of_its_own():
+        code = work()
+    if code == 130:
+        raise KeyboardInterrupt("stopped; a run can be continued with train(resume=FOLDER)")
+    if code:
+        raise SystemExit(code)

@@ -1,0 +1,125 @@
+"""Images that a Python caller has in memory, or lists: `finetune_mile.train(data=...)`. N images, C classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from finetune_mile.core.in_memory import SCHEME, get_object
+from finetune_mile.core.problems import BadImage, Problem
+from finetune_mile.images.index import MOST_CLASSES, Data, Files, ImageSet, labels_of, to_set, unique_ids
+from finetune_mile.images.pipeline import to_pixels
+from finetune_mile.images.sources.hf import from_splits
+from finetune_mile.images.splits import make_data
+
+SPLITS = ("train", "val", "test")
+TAKEN = "a datasets.Dataset, a torch Dataset of (PIL image, int), a dict of them (train, val, test), or (paths, labels)"
+COLUMNS = "call select_columns, rename_column and cast_column first, to leave one image column and one called label"
+
+
+def load(where: str) -> Data:
+    """The data of an object that was given from Python.
+
+    Args:
+        where: its name behind `python:`.
+    """
+    name = f"{SCHEME}:{where}"
+    given, flag = get_object(name, "--data", ""), f"--data {name}"
+    splits = given if isinstance(given, Mapping) else {"train": given}
+    if splits and all(isinstance(each, datasets.Dataset) for each in splits.values()):
+        return from_splits(where, splits, {}, flag, COLUMNS)
+    if isinstance(given, list | tuple):
+        return _listed(where, given, flag)
+    if "train" not in splits or not all(hasattr(each, "__getitem__") for each in splits.values()):
+        raise Problem(f"{flag}: expected {TAKEN}")
+    if not set(splits) <= set(SPLITS):
+        raise Problem(f"{flag}: the splits are {', '.join(map(str, splits))}; expected {', '.join(SPLITS)}")
+    return _items(where, {split: splits[split] for split in SPLITS if split in splits}, flag)
+
+
+# ------------------------------------------------------------------------------------ paths and labels
+
+
+def _listed(name: str, given: Sequence[Any], flag: str) -> Data:
+    """Two lists: N paths; N labels, each a name, a number, or a list of them; None, "" and -1 are no label."""
+    if len(given) != 2 or not all(isinstance(part, Sequence) and not isinstance(part, str) for part in given):
+        raise Problem(f"{flag}: expected {TAKEN}")
+    paths, labels = given
+    if len(paths) != len(labels) or not len(paths):
+        raise Problem(f"{flag}: there are {len(paths):,} paths and {len(labels):,} labels; expected one label per path")
+    files = [os.path.abspath(Path(path).expanduser()) for path in paths]  # noqa: PTH100  a user's links stay
+    several = any(isinstance(label, list | tuple | set) for label in labels)
+    cells = [label if isinstance(label, list | tuple | set) else [label] for label in labels]
+    cells = [[value for value in cell if value not in (None, -1, "")] for cell in cells]
+    numbers = [int(value) for cell in cells for value in cell if isinstance(value, int | np.integer)]
+    if numbers and len(numbers) == sum(map(len, cells)):
+        classes = _numbered(numbers, flag)
+    else:
+        classes = sorted({str(value) for cell in cells for value in cell})
+    sets = [[str(value) for value in cell] for cell in cells]
+    ids = files if several else unique_ids([names[0] if names else "unlabelled" for names in sets], files)
+    if len(set(ids)) < len(ids):
+        twice = next(each for i, each in enumerate(ids) if each in ids[:i])
+        raise Problem(f"{flag}: {twice} is listed twice")
+    return make_data(name, classes, [to_set(ids, labels_of(sets, classes, several), Files(Path("/"), files))], flag)
+
+
+def _numbered(labels: Sequence[int], flag: str) -> list[str]:
+    """The names of classes that are numbers; -1 is none."""
+    lowest, highest = min(labels), max(labels)
+    if lowest < -1 or highest >= MOST_CLASSES:
+        raise Problem(f"{flag}: label {lowest if lowest < -1 else highest}: classes are 0 to {MOST_CLASSES - 1:,}")
+    return [str(k) for k in range(highest + 1)]
+
+
+# ------------------------------------------------------------------------------------ (image, label) items
+
+
+class Items:
+    """The images of a torch Dataset of (image, label)."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __call__(self, index: int) -> Tensor:
+        return to_pixels(self.items[index][0])
+
+
+def _items(name: str, splits: Mapping[str, Any], flag: str) -> Data:
+    labels = {split: _labels(split, items, flag) for split, items in splits.items()}
+    named = getattr(splits["train"], "classes", None)
+    classes = _numbered(np.concatenate([*labels.values()]).tolist(), flag)
+    if isinstance(named, list | tuple) and len(named) >= len(classes):
+        classes = [str(each) for each in named]
+    sets = {
+        split: ImageSet(
+            ids=[f"row-{i:09d}" for i in range(len(items))], given=torch.from_numpy(labels[split]), truth=None,
+            read=Items(items),
+        )
+        for split, items in splits.items()
+    }  # fmt: skip
+    data = make_data(name, classes, [sets[split] for split in ("train", "val") if split in sets], flag)
+    return dataclasses.replace(data, test=sets.get("test"))
+
+
+def _labels(split: str, items: Any, flag: str) -> npt.NDArray[np.int64]:
+    """(N,) labels; from `targets`, which torchvision's data sets have, else from reading every item once."""
+    try:
+        to_pixels(items[0][0])
+        targets = getattr(items, "targets", None)
+        if targets is None or len(targets) != len(items):
+            targets = [items[i][1] for i in range(len(items))]
+        return np.array([int(label) for label in targets], dtype=np.int64)
+    except (BadImage, TypeError, ValueError, IndexError, KeyError) as error:
+        raise Problem(
+            f"{flag}: {split} has an item that is not (PIL image, int), without transforms: {error}"
+        ) from error
