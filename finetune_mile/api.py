@@ -6,10 +6,11 @@ print as an error is raised as `Problem`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -227,11 +228,26 @@ def _yaml(key: str, value: object) -> str:
 
 def _complete(work: Callable[[], int | None]) -> None:
     """Do the work of a command; where a signal stopped it, raise what that signal usually does."""
-    from finetune_mile.training.processes import accelerator_of_its_own
-
-    with accelerator_of_its_own():
+    with _accelerator_of_its_own():
         code = work()
     if code == 130:
         raise KeyboardInterrupt("stopped; a run can be continued with train(resume=FOLDER)")
     if code:
         raise SystemExit(code)
+
+
+@contextlib.contextmanager
+def _accelerator_of_its_own() -> Iterator[None]:
+    """Start without Accelerate's state, one per process, and put a caller's own back at the end."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    states = [each._shared_state for each in (AcceleratorState, GradientState)]
+    before = [dict(state) for state in states]
+    for state in states:
+        state.clear()
+    try:
+        yield
+    finally:
+        for state, content in zip(states, before, strict=True):
+            state.clear()
+            state.update(content)

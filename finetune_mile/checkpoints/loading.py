@@ -4,7 +4,6 @@ Top to bottom: what comes out; the entries (`load_public`, `load_network`, `open
 tensors into a network; the classifier that a file holds.
 """
 
-import copy
 import math
 import re
 import warnings
@@ -24,8 +23,7 @@ from finetune_mile.checkpoints.detect import detect, name_network
 from finetune_mile.checkpoints.init import Init, Located, locate, parse_init, read_header
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.readers.mapped import MappedPages
-from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_card, timm_facts
-from finetune_mile.core.in_memory import get_object
+from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.pipeline import centre_view, normalise, to_pixels
@@ -176,7 +174,9 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
     if head_from not in (0, 1):
         raise Problem(f"head_from {head_from}: 0 (features) or 1 (after the first projection layer)")
     if init.kind == "python":
-        return _brought(init, arch)
+        from finetune_mile.checkpoints.brought import open_brought
+
+        return open_brought(init, arch)
     if init.kind not in ("none", "timm"):
         located = locate(init)
         choice = init.choice or (located.card.choice if located.card else None)
@@ -199,38 +199,6 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
         reset=tuple(network.state_dict()),
     )  # fmt: skip
     return Opened(network=network, card=SCRATCH, report=report)
-
-
-def _brought(init: Init, arch: str | None) -> Opened:
-    """A copy of a network that was given from Python, without its head.
-
-    A network of `finetune_mile.load` or of timm keeps its name, so that the export of a run can be loaded without it.
-    """
-    own = get_object(init.text, init.flag, "")
-    if not isinstance(own, nn.Module):
-        raise Problem(f"{init.flag} {init}: expected a torch.nn.Module that has num_features, or text as for --init")
-    if arch is not None:
-        raise Problem(f"--arch {arch}: the network was given, so there is nothing to choose; leave arch out")
-    network = copy.deepcopy(own)
-    if hasattr(network, "reset_classifier"):
-        network.reset_classifier(0)  # type: ignore[operator]
-    elif isinstance(getattr(network, "fc", None), nn.Linear):
-        network.fc = nn.Identity()
-    known = getattr(own, "report", None)
-    card = getattr(own, "card", None) if isinstance(known, LoadReport) else timm_card(own)
-    name = known.arch if isinstance(known, LoadReport) else card.arch if card else None
-    if card is None or name is None or _shapes(build_for(name, card.padding, None)) != _shapes(network):
-        network, name = build(init.text), init.text
-        card = Card(name=name, method="python", arch=name, notes="a network that was given from Python")
-    report = LoadReport(
-        format="python", why="given from Python", arch=name, padding=card.padding, loaded=tuple(network.state_dict()),
-        reset=(), dropped=(),
-    )  # fmt: skip
-    return Opened(network=network, card=card, report=report)
-
-
-def _shapes(network: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
 
 
 # --------------------------------------------------------------------------------------- one file

@@ -11,41 +11,7 @@ from torch import Tensor, nn
 from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
-from finetune_mile.networks.small import SMALL, GridCell, GridCNN, Mlp, OnFeatures
-
-
-class WithHead(nn.Module):
-    """A backbone that a Python user brings, with a classifier `fc` behind it, an identity until there is one."""
-
-    def __init__(self, backbone: nn.Module) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.num_features = count_features(backbone)
-        self.fc: nn.Module = nn.Identity()
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Images (B, 3, H, W) to logits (B, C), or to features (B, D) where there is no head."""
-        features = self.backbone(images)
-        shape = tuple(getattr(features, "shape", ()))
-        if len(shape) != 2 or shape[1] != self.num_features:
-            raise Problem(
-                f"--init {SCHEME}:{type(self.backbone).__name__}: it returns {shape or type(features).__name__}, "
-                f"expected features (B, {self.num_features}), as its num_features says"
-            )
-        logits: Tensor = self.fc(features)
-        return logits
-
-
-def count_features(backbone: nn.Module) -> int:
-    """The `num_features` of a backbone that a user brings."""
-    count = getattr(backbone, "num_features", None)
-    if not isinstance(count, int):
-        raise Problem(
-            f"--init {SCHEME}:{type(backbone).__name__}: it needs an attribute num_features, the number D of the "
-            "features (B, D) that it returns"
-        )
-    return count
-
+from finetune_mile.networks.small import SMALL, GridCell, GridCNN, Mlp, OnFeatures, WithHead
 
 _OURS = (ResNet, GridCNN, GridCell, Mlp, OnFeatures, WithHead)
 HeadBias = Literal["zero", "prior"]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from types import FrameType
 from typing import Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
@@ -51,21 +48,6 @@ def start(*, precision: Precision, seed: int, track: str, project: str) -> Accel
         )
     set_seed(seed)
     return accelerator
-
-
-@contextlib.contextmanager
-def accelerator_of_its_own() -> Iterator[None]:
-    """Start without Accelerate's state, one per process, and put a caller's own back at the end."""
-    states = [each._shared_state for each in (AcceleratorState, GradientState)]
-    before = [dict(state) for state in states]
-    for state in states:
-        state.clear()
-    try:
-        yield
-    finally:
-        for state, content in zip(states, before, strict=True):
-            state.clear()
-            state.update(content)
 
 
 def wanted_precision(recipe: Precision | Literal["auto"]) -> Precision:
