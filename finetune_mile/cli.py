@@ -17,6 +17,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "probe": ("finetune_mile.verbs.probe", "which checkpoint suits these images: k-NN and linear probes of each"),
     "table": ("finetune_mile.paper.table", "a table of runs: what is done, run the rest, write the ledger"),
     "plan": ("finetune_mile.verbs.plan", "time a few steps here, say what a recipe or a table would take"),
+    "predict": ("finetune_mile.verbs.predict", "the labels of new images: files, folders, or names on stdin"),
+    "export": ("finetune_mile.verbs.export", "a trained classifier for timm, transformers, ONNX or torch.export"),
     "weights": ("finetune_mile.verbs.weights", "checkpoints: ls, show, check, convert, add, verify"),
     "recipes": ("finetune_mile.verbs.recipes", "recipe files: ls, show, cp"),
     "eval": ("finetune_mile.verbs.evaluate", "score any classifier, or saved logits, on any data"),

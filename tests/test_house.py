@@ -34,7 +34,7 @@ NO_TORCH = (
     "learning/phases",
     "methods/__init__", "checkpoints/cards", "checkpoints/init", "images/sources/__init__",
     "images/index", "images/order", "images/splits", "images/tars", "images/sources/wds",
-    "pretraining/recipe", "verbs/pretrain", "verbs/embed", "verbs/probe",
+    "pretraining/recipe", "verbs/pretrain", "verbs/embed", "verbs/probe", "verbs/predict", "verbs/export",
 )  # fmt: skip
 
 

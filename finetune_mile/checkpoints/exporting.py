@@ -2,6 +2,8 @@
 
 import json
 import stat
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ from torch import Tensor, nn
 from finetune_mile.checkpoints.adapters.adapter import unwrapped
 from finetune_mile.checkpoints.init import HEADER
 from finetune_mile.core.files import whole_file
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import Failed, Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.heads import split_timm
 from finetune_mile.networks.resnets import ResNet
 
+THRESHOLD = 0.25  # the probability above which a label counts as found, where a run has no other
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+OTHERS = "; `export --to onnx` and `--to torch` take any network, `weights convert` without --to keeps our own form"
 _NEEDED = ("arch", "padding", "num_classes", *Preprocess.model_fields)
 
 
@@ -38,8 +42,18 @@ def write_export(folder: Path, network: nn.Module, config: dict[str, Any]) -> No
     _write(folder, portable_state(network), notes, full)
 
 
-def write_timm(folder: Path, network: nn.Module, config: dict[str, Any]) -> None:
-    """Write what `timm.create_model("local-dir:FOLDER", pretrained=True)` loads."""
+def write_timm(folder: Path, network: nn.Module, config: dict[str, Any], more: dict[str, Any] | None = None) -> str:
+    """Write what `timm.create_model("local-dir:FOLDER", pretrained=True)` loads.
+
+    Args:
+        folder: is made where it does not exist.
+        network: as in `write_export`.
+        config: as in `write_export`.
+        more: further entries of config.json.
+
+    Returns:
+        The arguments with which `timm.create_model` makes this network.
+    """
     name = timm_name(network, config)
     import timm
 
@@ -48,7 +62,7 @@ def write_timm(folder: Path, network: nn.Module, config: dict[str, Any]) -> None
     state = portable_state(network)
     differ = set(state) ^ set(reference.state_dict())
     if differ:
-        raise Problem(f"timm's {name} has other tensors than this network, first {min(differ)}")
+        raise Problem(f"--to timm is not possible: timm's {name} has other tensors, first {min(differ)}{OTHERS}")
     defaults = getattr(reference, "default_cfg", {})
     pretrained = {
         **{key: defaults.get(key) for key in ("pool_size", "first_conv", "classifier")},
@@ -61,6 +75,7 @@ def write_timm(folder: Path, network: nn.Module, config: dict[str, Any]) -> None
         "model_args": options,
         "label_names": list(config.get("classes") or ()),
         "activation": config.get("activation"),
+        "threshold": config.get("threshold"),
     }
     card = {
         "architecture": name,
@@ -68,8 +83,11 @@ def write_timm(folder: Path, network: nn.Module, config: dict[str, Any]) -> None
         "num_features": reference.num_features,
         "pretrained_cfg": {key: value for key, value in pretrained.items() if value is not None},
         **{key: value for key, value in optional.items() if value},
+        **(more or {}),
     }
     _write(folder, state, {"format": "pt"}, card)
+    arguments = {"num_classes": config["num_classes"], **options}
+    return ", ".join([f'"{name}"', *(f"{key}={value}" for key, value in arguments.items())])
 
 
 def timm_name(network: nn.Module, config: dict[str, Any]) -> str:
@@ -85,8 +103,94 @@ def timm_name(network: nn.Module, config: dict[str, Any]) -> str:
     elif arch not in {f"resnet{d}{s}" for d in (18, 34, 50, 101, 152, 200) for s in ("", "-d")}:
         why = f"timm has no {arch}"
     if why:
-        raise Problem(f"--to timm is not possible: {why}; leave --to out for our own export")
+        raise Problem(f"--to timm is not possible: {why}{OTHERS}")
     return arch.replace("-d", "d")
+
+
+# ------------------------------------------------------------------- programs: torch.export and ONNX
+
+TOLERANCE = 1e-4  # of the largest logit, or of 1 where that is less
+LARGEST_ONNX = 2**30  # bytes of weights inside model.onnx; its format ends at 2 GB
+
+
+class OnPixels(nn.Module):
+    """A network that normalises: uint8 (B, 3, H, W), or floats from 0 to 255, to logits (B, C)."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1))
+        self.register_buffer("std", torch.tensor(std).view(3, 1, 1))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        logits: Tensor = self.network((pixels.float() / 255.0 - self.mean) / self.std)
+        return logits
+
+
+def traced(network: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
+    """The program of a network in eval mode, for batches of any size. It names no file of this machine."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside torch
+        program = torch.export.export(network, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # has the paths of our source files
+    return program
+
+
+def write_torch(path: Path, network: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
+    """Write a .pt2 file for `torch.export.load`; returns what the file computes. `images` are an example."""
+    torch.export.save(traced(network, images), path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program: Callable[[Tensor], Tensor] = torch.export.load(path).module()
+    return program
+
+
+def write_onnx(path: Path, network: nn.Module, images: Tensor, notes: dict[str, str]) -> Callable[[Tensor], Tensor]:
+    """Write an ONNX file, from `images` to `logits`; returns what onnxruntime computes with it.
+
+    Args:
+        path: the file. Weights above 1 GB go into a second one beside it.
+        network: in eval mode.
+        images: an example of its input.
+        notes: the file's metadata.
+    """
+    import onnxruntime
+
+    large = sum(value.nbytes for value in network.state_dict().values()) > LARGEST_ONNX
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            traced(network, images), input_names=["images"], output_names=["logits"], dynamo=True, verbose=False
+        )
+    assert program is not None
+    program.model.metadata_props.update(notes)
+    program.save(path, external_data=large)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda batch: torch.from_numpy(session.run(None, {"images": batch.numpy()})[0])
+
+
+@torch.inference_mode()
+def check_equal(network: nn.Module, other: Callable[[Tensor], Tensor], images: Tensor, flag: str) -> float:
+    """The largest difference of the logits (B, C), for all images and for one; an error where it is above 1e-4.
+
+    It is relative to the largest logit, or to 1 where that is less.
+    """
+    differences = []
+    for batch in (images, images[:1]):
+        expected = network(batch)
+        differences.append((other(batch) - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+    worst = float(torch.stack(differences).max())
+    if not worst <= TOLERANCE:  # also if it is not a number
+        raise Failed(f"{flag}: the logits differ by {worst:.1e}, more than {TOLERANCE:g}; nothing is written")
+    return worst
+
+
+# ---------------------------------------------------------------------------------------------- files
 
 
 def portable_state(network: nn.Module) -> dict[str, Tensor]:

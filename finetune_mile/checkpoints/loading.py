@@ -278,6 +278,7 @@ def _facts(config: Mapping[str, Any], located: Located) -> dict[str, Any]:
         return {}
     facts = {
         "method": str(config.get("method", "finetune_mile")),
+        "licence": str(config.get("licence", "unknown")),
         "arch": config["arch"],
         "padding": config["padding"],
         "preprocess": {key: config[key] for key in Preprocess.model_fields if key in config},

@@ -106,7 +106,7 @@ class GridCell(nn.Module):
         grey = self.resize(x.mean(1))
         side = grey.shape[-1] // CELLS
         cells = grey.unfold(1, side, side).unfold(2, side, side).flatten(0, 2).flatten(1)  # (B * 9, side * side)
-        out: Tensor = self.fc(self.hidden(torch.unflatten(self.trunk(cells), 0, (len(x), -1)).flatten(1)))
+        out: Tensor = self.fc(self.hidden(torch.unflatten(self.trunk(cells), 0, (x.shape[0], -1)).flatten(1)))
         return out
 
 

@@ -1,4 +1,4 @@
-"""Pages for people: report.html of a run and of a pre-training run, and the model card of an export."""
+"""Pages for people: report.html of a run and of a pre-training run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from finetune_mile.config.resolve import to_yaml
-from finetune_mile.config.schema import Recipe
 from finetune_mile.core.files import whole_file
 from finetune_mile.images.index import say_skipped, say_unreadable
 from finetune_mile.measures import closing_rows
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
 GALLERY = 18
 VIEWED, CELL = 12, 84  # images whose views a pre-training run shows, and about how large
-CARD_MEASURES = ("accuracy", "test_accuracy", "real_acc", "f1@0.25", "f1@0.5", "trivial_f1", "lrap", "coverage@0.25")
 
 
 def render(template: str, **values: object) -> str:
@@ -227,47 +224,3 @@ def views_picture(setup: PretrainSetup) -> Tensor:
     framed = [torch.nn.functional.pad(row, (2, 2, 2, 2), value=1.0) for row in rows]
     sheet = torch.cat([torch.cat(list(row), 2) for row in framed], 1)
     return (sheet * 255).round().byte()
-
-
-# -------------------------------------------------------------------------------------------- README.md of an export
-
-
-def model_card(recipe: Recipe, config: dict[str, Any], results: dict[str, float], warning: str | None) -> str:
-    """A model card that the hub understands: results as front matter, the warning, and how to load the weights."""
-    metrics = [{"type": key, "value": round(results[key], 2)} for key in CARD_MEASURES if key in results]
-    front = {
-        "library_name": "finetune_mile",
-        "tags": ["image-classification", recipe.method],
-        "model-index": [
-            {
-                "name": f"{config['arch']}-{recipe.method}",
-                "results": [
-                    {
-                        "task": {"type": "image-classification"},
-                        "dataset": {"name": recipe.data, "type": recipe.data},
-                        "metrics": metrics,
-                    }
-                ],
-            }
-        ],
-    }
-    rows = "\n".join(f"| {m['type']} | {m['value']} |" for m in metrics)
-    first = "" if warning is None else f"> **Warning:** {warning}\n\n"
-    return f"""---
-{yaml.safe_dump(front, sort_keys=False)}---
-{first}# {config["arch"]}, {recipe.method} on {recipe.data}
-
-Trained by finetune_mile from `{recipe.init}` on {recipe.fraction:.0%} of the labels, {recipe.steps} steps, seed
-{recipe.seed}. Outputs are {config["activation"]} logits over {config["num_classes"]} classes.
-
-| measure | value |
-|---|---|
-{rows}
-
-```python
-import finetune_mile
-
-model = finetune_mile.load_classifier("export")  # the folder of this file
-print(model.predict("photo.jpg")[:3])  # (class, probability), the most likely class first
-```
-"""

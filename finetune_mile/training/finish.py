@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.exporting import write_export
+from finetune_mile.checkpoints.exporting import THRESHOLD, write_export
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.in_memory import SCHEME
@@ -19,7 +19,8 @@ from finetune_mile.images.index import say_skipped
 from finetune_mile.images.splits import label_names
 from finetune_mile.measures import CLOSING, say_images
 from finetune_mile.measures.guards import learned_nothing, lower_rates, worse_than_probe
-from finetune_mile.pages.report import gallery_images, model_card, write_report
+from finetune_mile.pages.card import model_card, public_name
+from finetune_mile.pages.report import gallery_images, write_report
 from finetune_mile.training.display import closing_table
 from finetune_mile.training.folder import START, TRIAL, RunFolder
 from finetune_mile.training.setup import Setup
@@ -48,26 +49,31 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
         results["probe_accuracy"] = lines["accuracy"]
         results |= {key: value for key, value in lines.items() if key == "knn_accuracy"}
     write_json(folder.path / "results.json", results)
-    warning = learned_nothing(
-        results, steps=recipe.steps or 0, data=recipe.data,
-        advice=lower_rates(recipe.optimizer.lr, recipe.optimizer.head_lr),
-    )  # fmt: skip
-    warning = warning or worse_than_probe(results)
+    advice = lower_rates(recipe.optimizer.lr, recipe.optimizer.head_lr)
+    warning, published = (  # what is published has no local path
+        learned_nothing(results, steps=recipe.steps or 0, data=name, advice=advice) or worse_than_probe(results)
+        for name in (recipe.data, data.name)
+    )
+    threshold = recipe.rho or THRESHOLD
     if logits is not None:
         good = ~logits.isnan().all(1)
         labelled = labelled[good.numpy()]
         ids = [setup.pools.images.ids[i] for i in labelled]
         given = setup.pools.images.given[torch.from_numpy(labelled)]
         probabilities = setup.probabilities(logits[good])
-        write_labels(folder.path / "labels.parquet", ids, given, probabilities, data.classes, recipe.rho or 0.25)
+        write_labels(folder.path / "labels.parquet", ids, given, probabilities, data.classes, threshold)
     config = {
         "arch": recipe.arch or setup.card.arch, "padding": setup.card.padding, "num_classes": len(data.classes),
         "classes": list(data.classes), **viewer.preprocess.model_dump(mode="json"),
-        "activation": recipe.activation, "init": recipe.init, "method": recipe.method,
+        "activation": recipe.activation, "threshold": threshold, "method": recipe.method, "data": data.name,
+        "init": public_name(recipe.init), "licence": setup.card.licence, "fraction": recipe.fraction,
+        "steps": recipe.steps, "seed": recipe.seed,
     }  # fmt: skip
+    if published is not None:
+        config["warning"] = published
     write_export(folder.path / "export", setup.exported(learner), config)
     with whole_file(folder.path / "export/README.md") as part:
-        part.write_text(model_card(recipe, config, results, warning), encoding="utf-8")
+        part.write_text(model_card(config, results, "own"), encoding="utf-8")
     notes = say_images(results, trial=(folder.path / TRIAL).is_dir())
     on_disk = not any(name.startswith(f"{SCHEME}:") for name in (recipe.init, recipe.data))
     if recipe.init != "none" and on_disk and not start.is_file():

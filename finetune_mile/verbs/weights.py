@@ -226,6 +226,7 @@ def _convert(args: argparse.Namespace) -> int:
     init = parse_init(args.init)
     from finetune_mile.checkpoints.exporting import check_free, write_export, write_timm
     from finetune_mile.checkpoints.loading import open_trunk
+    from finetune_mile.pages.card import public_name
 
     check_free(args.out)
     opened = open_trunk(init, arch=args.arch)
@@ -233,7 +234,7 @@ def _convert(args: argparse.Namespace) -> int:
     report = opened.report
     config: dict[str, Any] = opened.card.preprocess.model_dump(mode="json")
     config |= {
-        "arch": report.arch, "padding": report.padding, "method": opened.card.method, "init": args.init,
+        "arch": report.arch, "padding": report.padding, "method": opened.card.method, "init": public_name(args.init),
         "licence": opened.card.licence, **head,
     }  # fmt: skip
     write = write_timm if args.to == "timm" else write_export
