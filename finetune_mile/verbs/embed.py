@@ -125,7 +125,7 @@ def _embed(options: argparse.Namespace, init: Init, accelerator: Accelerator, si
     if skipped:
         sys.stderr.write(say_skipped(skipped, store.path / "bad_images.csv") + " (their features are NaN)\n")
     sys.stdout.write(
-        f"{store.path}: {len(train):,} training and {len(store.features('val')):,} validation images, "
+        f"{store.path}: {len(train):,} training and {len(store.state('val')):,} validation images, "
         f"{train.shape[1]:,} features, "
         f"{train.dtype}\n"
     )
