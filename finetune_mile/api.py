@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     Images: TypeAlias = str | Path | OneSet | Mapping[str, OneSet] | tuple[list[str | Path], list[Any]]
     Network: TypeAlias = str | Path | nn.Module  # text as for --init; or a module as in `train`
 
+_TRAINED: list[Path] = []  # by this process
 SWITCHES = ("overwrite", "verify")  # flags without a value
 
 
@@ -127,6 +129,12 @@ def train(
         words += [f"--set={key}={_yaml(key, value)}" for key, value in given.items() if key not in SETTINGS]
         options = parse_run(words)
         prepared = prepare(options)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and _TRAINED:
+            raise Problem(
+                "train was called again in one of several processes, and the first call has closed their connections; "
+                "start one script per run"
+            )
+        _TRAINED.append(prepared[1])
         _complete(lambda: run(options, *prepared))
     return Run(prepared[1], None if init is None or isinstance(init, str | Path) else init)
 
@@ -239,9 +247,9 @@ def _complete(work: Callable[[], int | None]) -> None:
 @contextlib.contextmanager
 def _accelerator_of_its_own() -> Iterator[None]:
     """Start without Accelerate's state, one per process, and put a caller's own back at the end."""
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    states = [each._shared_state for each in (AcceleratorState, GradientState)]
+    states = [each._shared_state for each in (PartialState, AcceleratorState, GradientState)]
     before = [dict(state) for state in states]
     for state in states:
         state.clear()

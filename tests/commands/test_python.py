@@ -18,7 +18,9 @@ from shortcuts import losses
 from torch import nn
 
 import finetune_mile
-from finetune_mile import Problem, Run
+from finetune_mile import Problem, Run, api
+from finetune_mile.core.in_memory import named
+from finetune_mile.images.sources import load_data
 from finetune_mile.run import main
 
 # A run of a second, as SHORT is for the command.
@@ -108,6 +110,7 @@ def test_every_kind_of_data_holds_the_same_pictures(tmp_path):
     given = {
         "rows": hub_rows(), "dict": datasets.DatasetDict(train=hub_rows(), validation=hub_rows()),
         "pairs": Pairs(PICTURES), "parts": parts, "lists": listed(tmp_path / "files"),
+        "torch": hub_rows().select(range(15)).with_format("torch"),
     }  # fmt: skip
     for name, data in given.items():
         run = finetune_mile.train(data, "none", out=tmp_path / name, **FAST | {"evaluate.labels": True})
@@ -119,7 +122,49 @@ def test_every_kind_of_data_holds_the_same_pictures(tmp_path):
         names = {label for row in rows for label in row["given"]}
         assert names == ({"0", "1", "2"} if name in ("pairs", "parts") else {"r", "g", "b"})
         assert f"data: python:{type(data).__name__}" in (run.folder / "recipe.yaml").read_text()
-    assert {row["id"] for row in rows} < {f"{'rgb'[i // 5]}/{i}.png" for i in range(15)}
+        if name == "lists":
+            assert {row["id"] for row in rows} < {f"{'rgb'[i // 5]}/{i}.png" for i in range(15)}
+
+
+class WithTargets(Pairs):
+    """As torchvision's: labels without reading the images, names of classes, and perhaps other labels in the items."""
+
+    classes, target_transform = ("red", "green", "blue"), None
+
+    def __init__(self, items):
+        super().__init__(items)
+        self.targets, self.asked = [label for _, label in items], []
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        image, label = self.items[index]
+        return image, label if self.target_transform is None else self.target_transform(label)
+
+
+def test_labels_of_torch_data_sets():
+    whole = WithTargets(PICTURES)
+    part = torch.utils.data.Subset(whole, [0, 1, 2, 5, 6, 7, 10, 11, 12])
+    with named(whole, part) as (first, second):
+        data, some = load_data(first), load_data(second)
+        assert set(whole.asked) == {0}, "targets are enough"
+        assert data.classes == some.classes == ("red", "green", "blue")
+        assert sorted([*data.train.given.tolist(), *data.val.given.tolist()]) == whole.targets
+        assert sorted([*some.train.given.tolist(), *some.val.given.tolist()]) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        whole.target_transform = lambda label: 2 - label
+        changed = load_data(first)
+        assert [changed.train.given[0], changed.train.given[-1]] == [2, 0], "items win over targets"
+
+
+def test_an_item_that_cannot_be_read_is_a_bad_image(tmp_path):
+    class Broken(WithTargets):
+        def __getitem__(self, index):
+            if index == 3:
+                raise OSError("image file is truncated")
+            return super().__getitem__(index)
+
+    run = finetune_mile.train({"train": Broken(PICTURES), "val": Pairs(PICTURES)}, "none", out=tmp_path / "run", **FAST)
+    assert run.results["bad_images"] == 1
+    assert "train,row-000000003,image file is truncated" in (run.folder / "bad_images.csv").read_text()
 
 
 @pytest.mark.parametrize(
@@ -263,6 +308,14 @@ def test_runs_of_other_precision_follow_each_other_and_leave_the_caller_alone(tm
         assert mine.mixed_precision == "no"
     mine.prepare(nn.Linear(1, 1))
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_second_run_of_several_processes_is_refused(tmp_path, monkeypatch):
+    """It would wait for ever: the first run closes the connections of the processes."""
+    monkeypatch.setattr(api, "_TRAINED", [tmp_path])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Problem, match="train was called again in one of several processes"):
+        finetune_mile.train("demo:40", "none", out=tmp_path / "run", **FAST)
 
 
 def test_train_in_a_thread(tmp_path):

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import BadImage, Problem
@@ -36,7 +37,8 @@ def load(where: str) -> Data:
     given, flag = get_object(name, "--data", ""), f"--data {name}"
     splits = given if isinstance(given, Mapping) else {"train": given}
     if splits and all(isinstance(each, datasets.Dataset) for each in splits.values()):
-        return from_splits(where, splits, {}, flag, COLUMNS)
+        plain = {split: each.with_format(None) for split, each in splits.items()}
+        return from_splits(where, plain, {}, flag, COLUMNS)
     if isinstance(given, list | tuple):
         return _listed(where, given, flag)
     if "train" not in splits or not all(hasattr(each, "__getitem__") for each in splits.values()):
@@ -91,12 +93,16 @@ class Items:
         self.items = items
 
     def __call__(self, index: int) -> Tensor:
-        return to_pixels(self.items[index][0])
+        try:
+            return to_pixels(self.items[index][0])
+        except OSError as error:  # PIL's too
+            raise BadImage(str(error)) from error
 
 
 def _items(name: str, splits: Mapping[str, Any], flag: str) -> Data:
     labels = {split: _labels(split, items, flag) for split, items in splits.items()}
-    named = getattr(splits["train"], "classes", None)
+    train = splits["train"]
+    named = getattr(train.dataset if isinstance(train, Subset) else train, "classes", None)
     classes = _numbered(np.concatenate([*labels.values()]).tolist(), flag)
     if isinstance(named, list | tuple) and len(named) >= len(classes):
         classes = [str(each) for each in named]
@@ -113,13 +119,15 @@ def _items(name: str, splits: Mapping[str, Any], flag: str) -> Data:
 
 def _labels(split: str, items: Any, flag: str) -> npt.NDArray[np.int64]:
     """(N,) labels; from `targets`, which torchvision's data sets have, else from reading every item once."""
+    inner: Any = items.dataset if isinstance(items, Subset) else items
+    rows = items.indices if isinstance(items, Subset) else range(len(items))
+    targets: Any = getattr(inner, "targets", None)
+    listed = targets is not None and len(targets) == len(inner) and getattr(inner, "target_transform", None) is None
     try:
         to_pixels(items[0][0])
-        targets = getattr(items, "targets", None)
-        if targets is None or len(targets) != len(items):
-            targets = [items[i][1] for i in range(len(items))]
-        return np.array([int(label) for label in targets], dtype=np.int64)
-    except (BadImage, TypeError, ValueError, IndexError, KeyError) as error:
+        labels = (targets[i] for i in rows) if listed else (items[i][1] for i in range(len(items)))
+        return np.array([int(label) for label in labels], dtype=np.int64)
+    except (BadImage, OSError, TypeError, ValueError, IndexError, KeyError) as error:
         raise Problem(
             f"{flag}: {split} has an item that is not (PIL image, int), without transforms: {error}"
         ) from error
