@@ -162,7 +162,8 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
     answer = {}
     for split in splits:
         table = pq.read_table(stores[0].path / f"{split}.parquet").to_pydict()
-        answer[split] = {"ids": table["id"], "labels": table["labels"], "features": stores[0].features(split)}
+        features = stores[0].features(split if len(stores[0].state(split)) else "train")[: len(table["id"])]
+        answer[split] = {"ids": table["id"], "labels": table["labels"], "features": features}
     return answer
 
 

@@ -10,7 +10,7 @@ from huggingface_hub import ModelHubMixin, snapshot_download
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.exporting import write_export
+from finetune_mile.checkpoints.exporting import CONFIG, write_export
 from finetune_mile.checkpoints.init import Init, parse_source
 from finetune_mile.checkpoints.loading import Opened, Preprocessor, keep_own_head, open_trunk
 from finetune_mile.core.files import LARGEST_IMAGE, read_regular
@@ -131,9 +131,9 @@ class ImageClassifier(nn.Module, ModelHubMixin):
         init = parse_source(source, "load_classifier")
         opened = open_with_head(init, init.flag)
         folder = Path(init.name) if init.kind == "folder" else Path(init.name).parent
-        cards = [folder / "export/README.md", folder / "README.md"] if opened.own else []
-        text = next((card.read_text(encoding="utf-8") for card in cards if card.is_file()), None)
-        return cls(opened, text)
+        exports = [place for place in (folder / "export", folder) if opened.own and (place / CONFIG).is_file()]
+        cards = [place / "README.md" for place in exports if (place / "README.md").is_file()]
+        return cls(opened, cards[0].read_text(encoding="utf-8") if cards else None)
 
 
 def _read(image: Picture) -> Any:

@@ -271,6 +271,10 @@ def test_embed_probe_and_evaluate_return_what_the_commands_write(tmp_path, monke
         expected = network(network.preprocess(Image.open(path)).unsqueeze(0))[0]
     np.testing.assert_allclose(found["train"]["features"][0], expected.numpy(), rtol=2e-3, atol=1e-3)
 
+    loose = finetune_mile.embed("simclr-demo", tmp_path / "files", workers=0)  # images without labels
+    assert loose["train"]["features"].shape == (15, 128)
+    assert loose["val"] == {"ids": [], "labels": [], "features": pytest.approx(np.zeros((0, 128)))}
+
     result = finetune_mile.probe(["simclr-demo", Small()], (paths, labels), workers=0, size=24, k=3)
     assert {row["init"] for row in result["probes"]} == {"simclr-demo", "python:Small"}
     assert result["labels"] == 12
