@@ -35,12 +35,14 @@ def flags_of_every_verb():
     """The flags that each command lists in its help."""
     from finetune_mile.cli import VERBS, main
 
-    commands = [[verb] for verb in VERBS] + [["weights", verb] for verb in ("ls", "show", "check", "convert", "docs")]
+    commands = [[verb] for verb in VERBS] + [
+        ["weights", verb] for verb in ("ls", "show", "check", "convert", "add", "verify", "docs")
+    ]
     listed = {}
     for words in commands:
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-            main([*words, "--help"])
+            main([*words, "--help-all" if words == ["run"] else "--help"])
         listed[" ".join(words)] = sorted(set(re.findall(r"^ +(?:-h, )?(--[a-z][a-z-]*)", out.getvalue(), re.M)))
     return listed
 

@@ -52,6 +52,10 @@ FLAGS = {
         "--track": "none | tensorboard | wandb | trackio (offline, unless its own settings say otherwise)",
     },
 }
+RARE = (  # not in the brief help
+    "--split", "--truth", "--variant", "--arch", "--teacher", "--keep-head", "--k-t", "--k-s", "--rho", "--head-init",
+    "--keep", "--flip", "--epochs",
+)  # fmt: skip
 SETTINGS = tuple(flag.split()[0].removeprefix("--").replace("-", "_") for group in FLAGS.values() for flag in group)
 
 EPILOG = """examples:
@@ -113,18 +117,31 @@ class Parser(argparse.ArgumentParser):
         raise Problem(f"{message} (--help lists the flags)")
 
 
-def build_parser() -> Parser:
+class Help(argparse.Action):
+    """Print the help: of the flags that most runs need, or of all."""
+
+    def __call__(self, parser: Any, _namespace: Any, _values: Any, option_string: str | None = None) -> None:
+        build_parser(brief=option_string != "--help-all").print_help()
+        parser.exit()
+
+
+def build_parser(*, brief: bool = False) -> Parser:
+    """The parser of `run`; a brief one hides flags from its help."""
+    more = "\n--help-all lists all flags, docs/recipes.md the settings of a recipe\n" if brief else ""
     parser = Parser(
-        prog="finetune-mile run", allow_abbrev=False, epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="finetune-mile run", allow_abbrev=False, epilog=EPILOG + more, usage="finetune-mile run [flags]",
+        formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False,
         description="Fine-tune a self-supervised checkpoint with MILe, or train from scratch, on one Accelerate loop.",
     )  # fmt: skip
+    parser.add_argument("-h", "--help", action=Help, nargs=0, help="show this help and exit")
+    parser.add_argument("--help-all", action=Help, nargs=0, help="show all flags and exit")
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for words, text in flags.items():
             flag, _, metavar = words.partition(" ")
             names = (flag, SAME[flag]) if flag in SAME else (flag,)
-            group.add_argument(*names, metavar=metavar or None, help=text)
+            hidden = brief and flag in RARE
+            group.add_argument(*names, metavar=metavar or None, help=argparse.SUPPRESS if hidden else text)
     group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                        help="any other setting of the recipe, such as optimizer.momentum=0.8")  # fmt: skip
     group.add_argument("--seeds", type=int, metavar="N", help="run this many seeds and print mean and spread")

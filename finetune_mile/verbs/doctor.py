@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
         prog="finetune-mile doctor", allow_abbrev=False,
         description="Read every image once and report bad ones, duplicates, class counts and sizes. Exit code 1: some "
         "image cannot be read, or is in a format that is not read, such as HEIC.",
+        epilog="example: finetune-mile doctor --data folder:photos --list bad.csv",
     )  # fmt: skip
     parser.add_argument("--data", required=True, help="as for run.py: folder:DIR, imagenet:DIR, hf:NAME, csv:FILE, ...")
     parser.add_argument("--truth", help="true label sets to check as well: real, csv:FILE, counts:NPY,CSV,SHARE")

@@ -37,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="finetune-mile pack", allow_abbrev=False,
         description="Write images, resized to a short side, into WebDataset shards. Run again to go on after a stop.",
+        epilog="example: finetune-mile pack folder:photos photos-256        then: --data wds:photos-256",
     )  # fmt: skip
     parser.add_argument("source", metavar="SRC", help="as --data of run.py: folder:DIR, imagenet:DIR, hf:NAME, ...")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory for the shards")

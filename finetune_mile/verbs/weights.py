@@ -54,7 +54,9 @@ class _Verb(Parser):
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="finetune-mile weights", description=__doc__)
+    parser = Parser(
+        prog="finetune-mile weights", description=__doc__, epilog="example: finetune-mile weights check FILE"
+    )
     verbs = parser.add_subparsers(
         required=True, metavar="ls | show | check | convert | add | verify | docs", parser_class=_Verb
     )

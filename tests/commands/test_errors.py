@@ -9,6 +9,7 @@ from golden import FLAGS, flags_of_every_verb
 from shortcuts import ROOT
 
 import finetune_mile
+from finetune_mile import cli
 from finetune_mile.cli import main
 from finetune_mile.core.problems import Failed
 
@@ -153,6 +154,16 @@ def test_recipes_are_listed_shown_and_copied(tmp_path, capsys):
     assert "did you mean finetune?" in capsys.readouterr().err
     assert main(["recipes", "cp", "finetune"]) == 2
     assert "write: finetune-mile recipes cp NAME FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_the_help_of_a_verb_fits_a_screen_and_has_an_example(verb, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) <= 50
+    assert "example" in said
 
 
 def test_version_and_tables_are_listed(capsys):
