@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     # Text as for --data; rows with an image and a label; items (PIL image, int); (paths, labels).
     OneSet: TypeAlias = datasets.Dataset | Dataset[Any]
-    Images: TypeAlias = str | Path | OneSet | Mapping[str, OneSet] | tuple[list[str | Path], list[Any]]
+    Images: TypeAlias = str | Path | OneSet | Mapping[str, OneSet] | tuple[Sequence[str | Path], Sequence[Any]]
     Network: TypeAlias = str | Path | nn.Module  # text as for --init; or a module as in `train`
 
 _TRAINED: list[Path] = []  # by this process
@@ -167,7 +167,7 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
     return answer
 
 
-def probe(init: Network | list[Network], data: Images, **flags: Any) -> dict[str, Any]:
+def probe(init: Network | Sequence[Network], data: Images, **flags: Any) -> dict[str, Any]:
     """Compare checkpoints by k-NN and linear probes, as `finetune-mile probe` does; returns what its --json writes.
 
     Args:
@@ -176,7 +176,7 @@ def probe(init: Network | list[Network], data: Images, **flags: Any) -> dict[str
         flags: of the command, such as `fraction`, `seeds`, `k`.
     """
     results = []
-    inits = init if isinstance(init, list) else [init]
+    inits = init if isinstance(init, list | tuple) else [init]
     with named(data, *inits) as (data_name, *names):
         options, opened = probing.parse(_words({"init": names, "data": data_name, **flags}))
         _complete(lambda: stoppable(lambda *processes: results.append(probing.compute(options, opened, *processes))))

@@ -1,6 +1,7 @@
 """`finetune_mile.train`, `embed`, `probe`, `evaluate` and `Run`: the commands, from Python and with Python objects."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -224,7 +225,7 @@ def test_a_run_with_objects_is_resumed_with_the_same_objects_only(tmp_path, stop
     assert losses(run.folder) == losses(tmp_path / "whole")
 
 
-def test_a_network_of_ones_own(tmp_path):
+def test_a_network_of_ones_own(tmp_path, monkeypatch):
     torch.manual_seed(0)
     network = Small()
     before = {key: value.clone() for key, value in network.state_dict().items()}
@@ -237,6 +238,12 @@ def test_a_network_of_ones_own(tmp_path):
     images = torch.rand(2, 3, 28, 28)
     again = finetune_mile.load_classifier(run.folder / "export", network=Small())
     torch.testing.assert_close(again(images), model(images))
+    snippet = re.search(r"```python\n(.*?)```", (run.folder / "export/README.md").read_text(), re.DOTALL)
+    names = {"network": Small()}
+    monkeypatch.chdir(run.folder)
+    PICTURES[0][0].save("photo.jpg")
+    exec(compile(snippet[1], "README.md", "exec"), names)
+    torch.testing.assert_close(names["model"](images), model(images))
     with pytest.raises(Problem, match=r"python:Small: was given from Python .*load_classifier\(RUN, network=...\)"):
         finetune_mile.load_classifier(run.folder)
     with pytest.raises(Problem, match=r"returns \(8, 6\), expected features \(B, 7\), as its num_features says"):
