@@ -1,6 +1,7 @@
 """Images per second of `predict`, from JPEG files to labels, and of the forward pass alone: benchmarks/predict.py.
 
-Both take turns with the same network, batch size and threads. The forward pass has its images in memory, normalised.
+Both take turns with the same network, memory layout, batch size and threads. The forward pass has its images in memory,
+normalised.
 Told are the ratio by the clock, and that of processor time over all processes, which hardly depends on who else uses
 the machine. Bar: 0.9 by the clock.
 """
@@ -61,6 +62,7 @@ def main() -> None:
             ids=names, given=torch.full((len(names),), -1), truth=None, read=partial(decode_from, Files(Path(), names))
         )
         batch = torch.randn(options.batch_size, 3, 224, 224, device=options.device)
+        batch = batch.contiguous(memory_format=torch.channels_last)
 
         @torch.inference_mode()
         def forward() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import os
 import signal
@@ -61,6 +62,9 @@ def build_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 some images could not be read, 2 the command or its input was wrong."""
     options = build_parser().parse_args(argv)
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape")  # the name of a file need not be UTF-8
     names = _check(options)
     from accelerate import PartialState
 
@@ -70,7 +74,8 @@ def main(argv: list[str]) -> int:
 
     use_threads()
     opened = open_with_head(options.run, "RUN")
-    threshold = opened.config.get("threshold", THRESHOLD) if options.threshold is None else options.threshold
+    own = opened.config.get("threshold")
+    threshold = options.threshold if options.threshold is not None else own if isinstance(own, float) else THRESHOLD
     began = time.monotonic()
     try:
         skipped = _predict(options, names, opened, str(PartialState().device), threshold)
@@ -161,8 +166,6 @@ def _predict(options: argparse.Namespace, names: Sequence[str], opened: Opened, 
         ids=names, given=torch.full((len(names),), -1), truth=None, read=partial(decode_from, Files(Path(), names))
     )
     out = sys.stdout  # the progress bar replaces it while it is shown
-    if hasattr(out, "reconfigure"):
-        out.reconfigure(errors="surrogateescape")  # a file name need not be UTF-8
     width = min(max(map(len, names)), WIDEST)
     titles = {
         "csv": "image,label,probability\n",
@@ -211,19 +214,21 @@ def labelled(
         for sample, reason in bad.items():
             sys.stderr.write(f"warning: {images.ids[sample]} is skipped: {reason}\n")
 
-    network, preprocess = opened.network.to(device), opened.card.preprocess
+    layout, preprocess = torch.channels_last, opened.card.preprocess  # convolutions are faster with it
+    network = opened.network.to(device).to(memory_format=layout)
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (preprocess.mean, preprocess.std))
     classes = opened.classes or tuple(map(str, range(opened.report.classifier)))
     views = Views(images, preprocess, None, 0, on_bad=tell)
     keys = ([(0, i) for i in range(len(images))[at : at + batch_size]] for at in range(0, len(images), batch_size))
     if workers is None:  # one batch is read sooner than a process starts
         workers = default_workers(1) if len(images) > batch_size else 0
-    with torch.inference_mode():
-        for batch in batches(views, keys, workers=workers, pin=device != "cpu"):
-            logits = network(normalise(batch.images.to(device, non_blocking=True), mean, std)).float().cpu()
-            chances = logits.sigmoid() if opened.activation == "sigmoid" else logits.softmax(1)
-            for sample, row in zip(batch.samples.tolist(), chances, strict=True):
-                yield sample, None if sample in views.bad else _above(row, classes, threshold)
+    for batch in batches(views, keys, workers=workers, pin=device != "cpu"):
+        with torch.inference_mode():
+            pixels = normalise(batch.images.to(device, non_blocking=True), mean, std)
+            logits = network(pixels.contiguous(memory_format=layout)).float().cpu()
+        chances = logits.sigmoid() if opened.activation == "sigmoid" else logits.softmax(1)
+        for sample, row in zip(batch.samples.tolist(), chances, strict=True):
+            yield sample, None if sample in views.bad else _above(row, classes, threshold)
 
 
 def _above(row: Tensor, classes: Sequence[str], threshold: float) -> Labels:

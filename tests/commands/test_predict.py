@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,6 +100,14 @@ def test_table_and_csv_have_the_same_labels(place, capsys):
         shown = ", ".join(f"{label} {p:.2f}" for label, p in each)
         assert line.split("  ")[0].strip() == name
         assert line.endswith(shown if each[0][1] > 0.65 else f"({shown})")
+
+
+def test_a_name_that_is_not_utf8(place, capsysbinary, monkeypatch):
+    name = b"holiday/\xff.jpg"
+    Path(os.fsdecode(name)).write_bytes((place / "photo.jpg").read_bytes())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(name + b"\n"), encoding="utf-8"))
+    assert cli.main(["predict", "runs/demo-1", "-", "--format", "csv"]) == 0
+    assert capsysbinary.readouterr().out.splitlines()[1].startswith(name + b",")
 
 
 def test_names_on_stdin(place, capsys, monkeypatch):
