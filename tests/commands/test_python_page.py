@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import re
 
 import numpy as np
@@ -125,3 +126,17 @@ def test_the_own_trainer_has_the_losses_of_the_built_in_loop(built_in, tmp_path)
         num_classes=10,
     ).train()  # fmt: skip
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_start_to_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
+    names = {}
+    for cell in json.loads((ROOT / "docs/own-photos.ipynb").read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+    results = names["run"].results
+    assert results["accuracy"] >= results["probe_accuracy"] - 1
+    assert results["accuracy"] > 70
+    assert names["again"].predict(names["some"][0])[0][0] == names["model"].predict(names["some"][0])[0][0]
