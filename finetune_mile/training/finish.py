@@ -82,7 +82,7 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
     title = f"{recipe.method} on {data.name}: results on {int(results['images']):,} validation images"
     out, aside = Console(), Console(stderr=True)  # results go where a pipe or `tee` finds them
     if warning is not None:
-        aside.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     out.print(closing_table(results, title))
     if len(notes) > 1:  # the first one is the title's
         out.print("\n".join(notes), markup=False, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
@@ -33,6 +35,10 @@ def start(*, precision: Precision, seed: int, track: str, project: str) -> Accel
             )
     if track == "wandb":
         os.environ.setdefault("WANDB_MODE", "offline")  # `wandb sync` uploads it; WANDB_MODE=online does so at once
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
+        AcceleratorState._reset_state()  # of an earlier run in this process; it would be an error
+    atexit.unregister(part)
+    atexit.register(part)
     accelerator = Accelerator(
         mixed_precision=precision,
         step_scheduler_with_optimizer=False,
@@ -48,6 +54,12 @@ def start(*, precision: Precision, seed: int, track: str, project: str) -> Accel
         )
     set_seed(seed)
     return accelerator
+
+
+def part() -> None:
+    """Leave the other processes; an interpreter that ends with gloo's threads alive may abort."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def wanted_precision(recipe: Precision | Literal["auto"]) -> Precision:
