@@ -225,6 +225,7 @@ def test_stamps_need_no_content(photos, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_probe_puts_the_best_checkpoint_first(photos, tmp_path, capsys, computed):
     other = tmp_path / "other.pth"
     torch.manual_seed(0)

@@ -71,6 +71,7 @@ def test_a_default_run_is_not_below_its_probe(photos, tmp_path, few, capsys):
     assert 100 * right / len(files) == pytest.approx(scores["accuracy"]), "the export is what was evaluated"
 
 
+@pytest.mark.slow
 def test_every_run_tells_the_two_lines_to_beat(photos, tmp_path, monkeypatch):
     """Those of `finetune-mile probe`: from the start, the cache, or a pass of their own; else the command is shown."""
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
@@ -126,6 +127,7 @@ def test_a_stop_in_the_trial_or_after_it_changes_nothing(photos, tmp_path, few, 
     assert results(stopped) == results(whole)
 
 
+@pytest.mark.slow
 def test_few_labels_go_half_the_way_without_a_trial(photos, tmp_path):
     runs = {keep: tmp_path / keep for keep in ("best", "last")}
     for keep, out in runs.items():
@@ -182,7 +184,7 @@ def test_the_rules_go_with_a_frozen_trunk(photos, tmp_path, few, monkeypatch):
     assert 100 * right / len(files) == pytest.approx(results(out)["accuracy"], abs=4)
 
 
-@pytest.mark.parametrize("trunk", ["all", "frozen"])
+@pytest.mark.parametrize("trunk", [pytest.param("all", marks=pytest.mark.slow), "frozen"])
 def test_test_images_are_scored_once_and_decide_nothing(photos, tmp_path, few, monkeypatch, capsys, trunk):
     """Other test images, other scores of test images: nothing else differs."""
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))

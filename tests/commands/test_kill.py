@@ -62,6 +62,7 @@ def kill_often(tmp_path, signum, times, seed):
     return load_file(out / "export/model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_few_kills_change_nothing(tmp_path):
     expected = whole(tmp_path)
     found = kill_often(tmp_path, signal.SIGKILL, 2, seed=0)

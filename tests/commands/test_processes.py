@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from golden import NUMBERS, numbers_of
 from idx_files import write_mnist
 from modes import DIGITS, MODES, UNDIVIDED, WHOLE
@@ -38,11 +39,15 @@ def distance(a, b):
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
-    """Every mode of training, in one process and in two."""
-    base = tmp_path_factory.mktemp("modes")
-    for processes in (1, 2):
-        done = launch("tests/commands/modes.py", str(base / str(processes)), processes=processes, use_cpu=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+    """Every mode of training, in one process and in two; made once for all workers of pytest."""
+    above = tmp_path_factory.getbasetemp().parent
+    base = above / "modes" if os.environ.get("PYTEST_XDIST_WORKER") else tmp_path_factory.mktemp("modes")
+    with FileLock(f"{base}.lock"):
+        for processes in (1, 2):
+            if not (base / f"{processes}.done").exists():
+                done = launch("tests/commands/modes.py", str(base / str(processes)), processes=processes, use_cpu=True)
+                assert done.returncode == 0, done.stderr[-3000:]
+                (base / f"{processes}.done").touch()
     return base / "1", base / "2"
 
 

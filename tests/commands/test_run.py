@@ -65,6 +65,7 @@ def test_a_run_leaves_everything_behind(tmp_path, capsys):
     assert "accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_all_six_methods_run(run_demo):
     """`distill` learns from the export of one of the others, of another architecture."""
     folders = {}

