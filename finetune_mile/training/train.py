@@ -185,6 +185,8 @@ def choose_share(setup: Setup, folder: RunFolder) -> float:
     if accelerator.is_main_process:
         facts = {"share": share, "held_out": len(pools.calibration), "losses": {f"{k:g}": v for k, v in losses.items()}}
         write_json(decided, facts)
+        for checkpoint in RunFolder(path).saved():  # as large as those of the run, and of no more use
+            checkpoint.unlink()
     accelerator.free_memory()
     return share
 

@@ -58,6 +58,7 @@ def test_a_default_run_is_not_below_its_probe(photos, tmp_path, few, capsys):
     assert [scores["probe_accuracy"], scores["knn_accuracy"]] == [start["accuracy"], start["knn_accuracy"]]
     assert scores["accuracy"] >= max(scores["probe_accuracy"] - 10, 60)
     assert decision["held_out"] == 12
+    assert not list((out / "trial/checkpoints").glob("step-*")), "the trial's checkpoints are gone"
     assert decision["losses"][f"{decision['share']:g}"] <= decision["losses"]["0"]
     printed = capsys.readouterr().err
     assert "start   the classifier is a linear probe of the labelled images, batch norm is frozen" in printed
