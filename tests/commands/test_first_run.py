@@ -111,7 +111,8 @@ def test_every_run_tells_the_two_lines_to_beat(photos, tmp_path, monkeypatch):
     assert "<code>knn_accuracy</code>" in (tmp_path / "long/report.html").read_text()
 
 
-@pytest.mark.parametrize("step", [pytest.param(5, marks=pytest.mark.slow), 12])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [5, 12])
 def test_a_stop_in_the_trial_or_after_it_changes_nothing(photos, tmp_path, few, stop_at, step):
     flags = [*LITTLE, "--data", f"folder:{photos}"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

@@ -139,6 +139,7 @@ def check_f10(tmp_path, launcher, workers):
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_f10_sigterm_to_the_group_saves_though_loaders_get_it_too(tmp_path):
     check_f10(tmp_path, "python", 2)
 

@@ -189,6 +189,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_f8_whatever_a_kill_leaves_behind_the_next_call_completes(folder, tmp_path):
     for name in ("train/cat.v2/0.x.jpg", "train/dog/3.x.jpg", "val/dog/1.x.jpg"):
         (folder / name).write_bytes(b"broken")

@@ -42,6 +42,7 @@ def played(tmp_path_factory):
     """Every mode of training, in one process and in two; made once for all workers of pytest."""
     above = tmp_path_factory.getbasetemp().parent
     base = above / "modes" if os.environ.get("PYTEST_XDIST_WORKER") else tmp_path_factory.mktemp("modes")
+    base.mkdir(exist_ok=True)
     with FileLock(f"{base}.lock"):
         for processes in (1, 2):
             if not (base / f"{processes}.done").exists():

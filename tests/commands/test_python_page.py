@@ -34,6 +34,7 @@ FLAGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_snippets_run_one_after_another(tmp_path, monkeypatch, capsys):
     """The reader's photos, very small ones."""
     monkeypatch.chdir(tmp_path)

@@ -47,6 +47,7 @@ def facts_of(out):
     return json.loads((out / "quickstart.json").read_text())
 
 
+@pytest.mark.slow
 def test_one_command_compares_methods_fine_tunes_the_best_and_finds_the_wrong_label(photos, quick, capsys):
     assert main(["quickstart", str(photos), "--out", str(quick), *LITTLE]) == 0
     facts, printed = facts_of(quick), capsys.readouterr()

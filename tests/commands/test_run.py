@@ -182,6 +182,7 @@ def test_several_seeds_are_run_summed_up_and_continued(tmp_path, capsys):
     assert "leave out --seed" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "threads"), [({}, "1"), ({"ACCELERATE_MIXED_PRECISION": "no"}, "all")])
 def test_the_users_number_of_threads_is_obeyed(launcher, threads):
     """`accelerate launch` sets OMP_NUM_THREADS to 1 by itself, which is nobody's wish."""

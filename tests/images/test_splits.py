@@ -50,6 +50,7 @@ def whole_imagenet(shared):
     return image_set(Names.of(ordered), np.array([place[name[:9]] for name in ordered]))
 
 
+@pytest.mark.slow
 def test_the_published_lists_at_full_size(whole_imagenet, shared, tmp_path):
     pools = {}
     for fraction, percent in ((0.01, "1"), (0.1, "10")):

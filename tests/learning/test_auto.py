@@ -288,7 +288,9 @@ def test_a_closed_gate_is_plain_training_bit_by_bit(run_demo):
     "flags",
     [
         ["--set", "auto.gate=off"],
-        ["--set", "auto.gate=off", "--variant", "published", "--set", "head_bias=prior"],
+        pytest.param(
+            ["--set", "auto.gate=off", "--variant", "published", "--set", "head_bias=prior"], marks=pytest.mark.slow
+        ),
         ["--set", "auto.v_min=0", "--set", "auto.g_min=0.95", "--semi", "all", "--fraction", "0.5"],
     ],
     ids=["open", "teacher", "semi"],

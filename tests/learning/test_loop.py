@@ -71,8 +71,10 @@ def test_both_variants_equal_a_naive_loop(run_demo):
     [
         SHORT_MILE,
         [*SHORT_MILE, "--variant", "published", "--set", "optimizer.ema=0.9", "--set", "mile.optimizer_state=reset"],
-        [*SHORT, "--method", "noisy-student", "--set", "noisy_student.pseudo_labels=cycle", "--semi", "all",
-         "--fraction", "0.1", "--set", "accumulate=2", *AUGMENTED],
+        pytest.param(
+            [*SHORT, "--method", "noisy-student", "--set", "noisy_student.pseudo_labels=cycle", "--semi", "all",
+             "--fraction", "0.1", "--set", "accumulate=2", *AUGMENTED], marks=pytest.mark.slow,
+        ),
     ],
     ids=["paper", "published", "noisy-student"],
 )  # fmt: skip
