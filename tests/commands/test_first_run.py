@@ -144,6 +144,7 @@ def test_few_labels_go_half_the_way_without_a_trial(photos, tmp_path):
         assert whole[name].equal(init[name]), "batch norm keeps the statistics of the checkpoint"
 
 
+@pytest.mark.slow
 def test_overwrite_replaces_a_run_with_its_trial(photos, tmp_path, few):
     flags = [*LITTLE, "--data", f"folder:{photos}", "--out", str(tmp_path / "run")]
     assert main(flags) == 0

@@ -109,6 +109,7 @@ def test_explain_prints_and_writes_nothing(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_same_seed_is_the_same_run_and_another_is_not(run_demo):
     a, b, c = (run_demo(name, *SHORT_MILE, "--seed", seed) for name, seed in (("a", "1"), ("b", "1"), ("c", "2")))
     tensors = [load_file(f / "export/model.safetensors") for f in (a, b, c)]
@@ -195,6 +196,7 @@ def test_the_users_number_of_threads_is_obeyed(launcher, threads):
     assert done.stdout.strip() == ("1" if threads == "1" else str(len(os.sched_getaffinity(0))))
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_losses_generations_and_scores(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -101,6 +101,7 @@ def test_a_stop_after_any_step_changes_nothing(run_demo, tmp_path, stop_at, flag
     assert looks[0] == looks[1]
 
 
+@pytest.mark.slow
 def test_a_kill_right_after_an_evaluation_does_not_record_it_twice(run_demo, tmp_path, monkeypatch):
     from finetune_mile.training.monitor import LabelMonitor
     from finetune_mile.training.processes import Stopped
@@ -124,6 +125,7 @@ def test_a_kill_right_after_an_evaluation_does_not_record_it_twice(run_demo, tmp
     assert records[0] == records[1]
 
 
+@pytest.mark.slow
 def test_labels_once_per_cycle_equal_labels_per_batch_without_augmentation(run_demo):
     plain = [*SHORT_MILE, "--set", "augment.crop=none", "--rho", "0.05"]  # away from the prior 0.1: no ties
     each = run_demo("batch", *plain)
