@@ -160,7 +160,6 @@ def test_upstream_sample_is_refused_in_a_sentence(name: str, build: Build) -> No
 # ------------------------------------------------------------- what names and shapes do not show
 
 
-@pytest.mark.slow
 def test_mocov3_vit_small_has_12_heads(
     build: Build, assert_as_upstream: Callable[[nn.Module, str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
