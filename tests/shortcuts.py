@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
 
@@ -19,6 +22,25 @@ AUGMENTED = [
     "--set", "augment.erase=0.5", "--set", "augment.mixup=0.4", "--set", "augment.cutmix=1.0",
     "--set", "label_smoothing=0.1",
 ]  # fmt: skip
+
+
+COLOURS = {"red": (160, 90, 90), "green": (90, 160, 90), "blue": (90, 90, 160)}
+
+
+def tinted(draw, tint, noise):
+    """A photo of nothing: noise around a colour."""
+    return Image.fromarray(np.clip(draw.normal(tint, noise, (32, 32, 3)), 0, 255).astype(np.uint8))
+
+
+def tinted_photos(root, noise):
+    """train/ with 20 and val/ with 10 photos of each of COLOURS; returns what draws more of them."""
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 20), ("val", 10)):
+        for name, tint in COLOURS.items():
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                tinted(draw, tint, noise).save(root / part / name / f"{number}.png")
+    return draw
 
 
 def losses(folder):

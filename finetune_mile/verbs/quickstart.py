@@ -130,6 +130,7 @@ class Quickstart:
 
     def work(self) -> None:
         from finetune_mile.images.splits import labelled_pools, one_label_each
+        from finetune_mile.learning.probe import NEIGHBOURS
         from finetune_mile.measures.probing import doubtful, majority, probe
         from finetune_mile.pages.report import write_page
 
@@ -160,7 +161,7 @@ class Quickstart:
         train, val = self.features(data, {"train": labelled, "val": np.arange(len(data.val))})
         self.say("nearest neighbours and linear probes")
         right = {f"{kind} probe" if kind != "k-NN" else kind: hits
-                 for kind, hits in probe(train, val, data, [labelled], k=20).items()}  # fmt: skip
+                 for kind, hits in probe(train, val, data, [labelled], k=NEIGHBOURS).items()}  # fmt: skip
         runs, verdicts, refused = self.compare(data, fraction, split)
         right |= runs
         facts |= {

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from shortcuts import tinted_photos
 
 import finetune_mile
 from finetune_mile.checkpoints.exporting import write_export
@@ -21,7 +22,6 @@ from finetune_mile.training import plan as planning
 from finetune_mile.training import start as starts
 from finetune_mile.training.setup import Viewer
 
-COLOURS = {"red": (160, 90, 90), "green": (90, 160, 90), "blue": (90, 90, 160)}
 LITTLE = ["--init", "simclr-demo", "--set", "size=24", "--set", "workers=0", "--set", "checkpoint_every=4"]
 LITTLE += ["--steps", "12", "--k-t", "3", "--k-s", "3", "--batch-size", "8", "--set", "log_every=1"]
 LITTLE += ["--set", "precision=no"]
@@ -30,13 +30,8 @@ LITTLE += ["--set", "precision=no"]
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """Noise with a tint: 20 training and 10 validation images of each of three classes."""
-    root, draw = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
-    for part, count in (("train", 20), ("val", 10)):
-        for name, tint in COLOURS.items():
-            (root / part / name).mkdir(parents=True)
-            for number in range(count):
-                pixels = np.clip(draw.normal(tint, 500, (32, 32, 3)), 0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    root = tmp_path_factory.mktemp("photos")
+    tinted_photos(root, noise=500)
     return root
 
 

@@ -3,10 +3,9 @@
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from shortcuts import COLOURS, tinted, tinted_photos
 
 from finetune_mile.checkpoints.cards import folder_of, read_card
 from finetune_mile.cli import main
@@ -16,21 +15,15 @@ from finetune_mile.measures.probing import doubtful
 from finetune_mile.training import plan as planning
 from finetune_mile.verbs import quickstart
 
-COLOURS = {"red": (160, 90, 90), "green": (90, 160, 90), "blue": (90, 90, 160)}
 LITTLE = ["--size", "24", "--workers", "0"]
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     """Tinted noise: 20 training and 10 validation images a class; one blue photo is called red."""
-    root, draw = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
-    for part, count in (("train", 20), ("val", 10)):
-        for name, tint in COLOURS.items():
-            (root / part / name).mkdir(parents=True)
-            for number in range(count):
-                mean = COLOURS["blue"] if (part, name, number) == ("train", "red", 7) else tint
-                pixels = np.clip(draw.normal(mean, 60, (32, 32, 3)), 0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    root = tmp_path_factory.mktemp("photos")
+    draw = tinted_photos(root, noise=60)
+    tinted(draw, COLOURS["blue"], 60).save(root / "train/red/7.png")
     return root
 
 
