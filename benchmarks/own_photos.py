@@ -3,7 +3,9 @@
 python benchmarks/own_photos.py --init imgsim=model.pth --init demo=simclr-demo --init none=none@resnet-demo \
     --data clothing=folder:CLOTHING --data 'grocery=folder:GROCERY?val=test&depth=2' --data cifar10=folder:CIFAR
 
-Every run is a run folder below --runs; those that are there are not run again.
+Every finished run becomes one line of --record, and is not run again; its folder below --runs is removed with --tidy.
+`--table` only prints. CLOTHING has train/ and val/ (validation and test photos together), CIFAR train/ and val/
+(the first 100 test images of each class by name).
 """
 
 from __future__ import annotations
@@ -12,36 +14,45 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FRACTIONS = ("0.01", "0.1")
 METHODS = ("sigmoid", "mile")
+MEANS = ("accuracy", "probe", "share", "moved", "imitation", "labels")  # columns that are means over seeds
 # Student's t for a two-sided 95 % interval of so many values
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31}
 
 
-def run_cell(out: Path, flags: list[str], threads: int) -> None:
-    """Run what is not there yet."""
-    if (out / "results.json").is_file():
-        return
-    words = ["--resume", str(out)] if (out / "recipe.yaml").is_file() else [*flags, "--out", str(out)]
-    environment = os.environ | {"FINETUNE_MILE_THREADS": str(threads)}
-    print(out.name, flush=True)
-    subprocess.run([sys.executable, str(ROOT / "finetune_mile/run.py"), *words], check=True, env=environment)
+def run_cell(out: Path, flags: list[str], threads: int) -> dict[str, Any]:
+    """Run or continue one cell; the facts of the finished run."""
+    if not (out / "results.json").is_file():
+        words = ["--resume", str(out)] if (out / "recipe.yaml").is_file() else [*flags, "--out", str(out)]
+        environment = os.environ | {"FINETUNE_MILE_THREADS": str(threads)}
+        print(time.strftime("%H:%M:%S"), out.name, flush=True)
+        subprocess.run([sys.executable, str(ROOT / "finetune_mile/run.py"), *words], check=True, env=environment)
+    return facts(out)
 
 
-def facts(run: Path) -> dict[str, float]:
+def facts(run: Path) -> dict[str, Any]:
     """What a finished run shows: accuracy, that of its probe, how far the weights went, and its pseudo-labels."""
-    results = json.loads((run / "results.json").read_text())
+    import yaml
+
+    results, split = (json.loads((run / name).read_text()) for name in ("results.json", "split.json"))
     decision = run / "trial/decision.json"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "train"]
     imitations = [line for line in steps if line["phase"] == "imitation"]
+    budgets = [yaml.safe_load(file.read_text())["steps"] for file in (run / "recipe.yaml", run / "trial/recipe.yaml")
+               if file.is_file()]  # fmt: skip
     return {
         "accuracy": results["accuracy"],
         "probe": results.get("probe_accuracy", math.nan),
@@ -49,7 +60,16 @@ def facts(run: Path) -> dict[str, float]:
         "moved": moved(run),
         "imitation": 100 * len(imitations) / len(steps),
         "labels": statistics.fmean(line["labels_per_image"] for line in imitations) if imitations else 1.0,
+        "images": results["images"],
+        "split": split["sha256"],
+        "steps": budgets,
     }
+
+
+def recorded(file: Path) -> dict[str, dict[str, Any]]:
+    """Facts of finished runs by the name of their cell."""
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return {fact["cell"]: fact for fact in map(json.loads, lines)}
 
 
 def moved(run: Path) -> float:
@@ -88,6 +108,7 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
     The bars: not more than a point below the probe in the mean over seeds, nor the paired interval wholly below it; a
     method not more than a point below the first one on the same labels.
     """
+    done = recorded(options.record)
     yield "| checkpoint | photos | labels | method | seeds | probe | fine-tuned | over the probe | over "
     yield f"{options.methods[0]} | share of the way | moved | imitation steps | labels per image |\n"
     yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
@@ -96,17 +117,18 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
             for fraction in options.fractions:
                 first: dict[str, float] = {}  # accuracy of the first method by seed
                 for method in options.methods:
-                    names = [f"{init[0]}-{data[0]}-{fraction}-{method}-{seed}" for seed in range(options.seeds)]
-                    runs = [options.runs / name for name in names if (options.runs / name / "results.json").is_file()]
-                    if not runs:
+                    names = {
+                        str(seed): f"{init[0]}-{data[0]}-{fraction}-{method}-{seed}" for seed in range(options.seeds)
+                    }
+                    by_seed = {seed: done[name] for seed, name in names.items() if name in done}
+                    if not by_seed:
                         continue
-                    cells = [facts(run) for run in runs]
-                    mean = {key: statistics.fmean(each[key] for each in cells) for key in cells[0]}
-                    seeds = [run.name.rpartition("-")[2] for run in runs]
-                    accuracies = dict(zip(seeds, (each["accuracy"] for each in cells), strict=True))
+                    cells = list(by_seed.values())
+                    mean = {key: statistics.fmean(each[key] for each in cells) for key in MEANS}
+                    accuracies = {seed: each["accuracy"] for seed, each in by_seed.items()}
                     first = first or accuracies
                     over = [each["accuracy"] - each["probe"] for each in cells]
-                    paired = [accuracies[seed] - first[seed] for seed in seeds if seed in first]
+                    paired = [accuracies[seed] - first[seed] for seed in by_seed if seed in first]
                     marks = [
                         " **below**"
                         if statistics.fmean(over) < -1 or statistics.fmean(over) + margin(over) < 0
@@ -115,7 +137,7 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
                     ]
                     versus = "" if first is accuracies or not paired else interval(paired) + marks[1]
                     yield (
-                        f"| {init[0]} | {data[0]} | {float(fraction):.0%} | {method} | {len(runs)} "
+                        f"| {init[0]} | {data[0]} | {float(fraction):.0%} | {method} | {len(cells)} "
                         f"| {mean['probe']:.1f} | "
                         f"{mean['accuracy']:.1f} | {interval(over)}{marks[0]} | {versus} | {mean['share']:.2f} | "
                         f"{mean['moved']:.1f} % | {mean['imitation']:.0f} % | {mean['labels']:.2f} |\n"
@@ -139,34 +161,34 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs/own-photos")
+    parser.add_argument("--record", type=Path, default=ROOT / "benchmarks/records/own_photos.jsonl")
+    parser.add_argument("--tidy", action="store_true", help="remove a run's folder when its line is written")
+    parser.add_argument("--table", action="store_true", help="train nothing")
     options = parser.parse_args()
-    for seed in range(options.seeds):
-        for fraction in options.fractions:
-            for data in options.data:
-                for init in options.init:
-                    for method in options.methods:
-                        name, _, arch = init[1].partition("@")
-                        flags = [
-                            "--init",
-                            name,
-                            *(["--arch", arch] if arch else []),
-                            "--data",
-                            data[1],
-                            "--fraction",
-                            fraction,
-                            "--method",
-                            method,
-                        ]
-                        flags += [
-                            "--seed",
-                            str(seed),
-                            "--set",
-                            f"size={options.size}",
-                            "--set",
-                            "evaluate.labels=false",
-                        ]
-                        out = options.runs / f"{init[0]}-{data[0]}-{fraction}-{method}-{seed}"
-                        run_cell(out, flags, options.threads)
+    options.record.parent.mkdir(parents=True, exist_ok=True)
+    every = product(range(options.seeds), options.fractions, options.data, options.init, options.methods)
+    for seed, fraction, data, init, method in () if options.table else every:
+        cell = f"{init[0]}-{data[0]}-{fraction}-{method}-{seed}"
+        if cell in recorded(options.record):
+            continue
+        name, _, arch = init[1].partition("@")
+        flags = ["--init", name, *(["--arch", arch] if arch else []), "--data", data[1], "--fraction", fraction]
+        flags += [
+            "--method",
+            method,
+            "--seed",
+            str(seed),
+            "--set",
+            f"size={options.size}",
+            "--set",
+            "evaluate.labels=false",
+        ]
+        out = options.runs / cell
+        line = json.dumps({"cell": cell, **run_cell(out, flags, options.threads)})
+        with options.record.open("a") as file:
+            file.write(line + "\n")
+        if options.tidy:
+            shutil.rmtree(out)
     print("".join(rows(options)))
 
 

@@ -34,7 +34,13 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_LATE[name]), name)
 
 
-def load(init: str, num_classes: int | None = None, arch: str | None = None) -> nn.Module:
+def load(
+    init: str,
+    num_classes: int | None = None,
+    arch: str | None = None,
+    format: str | None = None,
+    prefix: str | None = None,
+) -> nn.Module:
     """The network behind `init`, in eval mode.
 
     Args:
@@ -42,6 +48,8 @@ def load(init: str, num_classes: int | None = None, arch: str | None = None) -> 
         num_classes: None for pooled features (B, D), else C for logits (B, C) of a new, untrained head.
             For the head that a run trained use `load_classifier`.
         arch: what `--arch` takes: the network, where the file does not show it.
+        format: what `--format` takes: whose file it is, such as solo-learn, where the file does not show it.
+        prefix: of the backbone, where the file has several, as in `--init FILE::PREFIX`.
 
     Returns:
         A module that takes images (B, 3, H, W) in the checkpoint's own convention. It has `.card`,
@@ -50,7 +58,7 @@ def load(init: str, num_classes: int | None = None, arch: str | None = None) -> 
     """
     from finetune_mile.checkpoints.loading import load_public  # late: torch takes seconds to import
 
-    return load_public(init, num_classes, arch)
+    return load_public(init, num_classes, arch, format, prefix)
 
 
 def load_classifier(source: str | Path, network: nn.Module | None = None) -> ImageClassifier:

@@ -116,27 +116,32 @@ def train(
         fraction: share of the labels to use.
         out: the run folder; None: runs/<recipe>-<number>.
         resume: continue this run folder, with its own settings; give `data` and `init` again if they were objects.
+            "auto": start the run in `out`, or continue it; nothing to do where it is finished.
         overwrite: replace a run that is in `out`.
         settings: any other setting of a recipe, such as `steps=100`, `recipe="..."`, or `**{"mile.rho": 0.5}`.
     """
     with named(data, init) as (data_name, init_name):
         texts = {"data": data_name, "init": init_name}
-        if resume is not None:  # the recipe has the names of objects
+        if resume not in (None, "auto"):  # the recipe has the names of objects
             texts = {key: text for key, text in texts.items() if not (text or "").startswith(f"{SCHEME}:")}
         given = texts | {"method": method, "fraction": fraction} | settings
         places = {"out": out, "overwrite": overwrite, "resume": resume}
         words = _words(places | {key: value for key, value in given.items() if key in SETTINGS})
         words += [f"--set={key}={_yaml(key, value)}" for key, value in given.items() if key not in SETTINGS]
         options = parse_run(words)
-        prepared = prepare(options)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and _TRAINED:
             raise Problem(
                 "train was called again in one of several processes, and the first call has closed their connections; "
                 "start one script per run"
             )
-        _TRAINED.append(prepared[1])
-        _complete(lambda: run(options, *prepared))
-    return Run(prepared[1], None if init is None or isinstance(init, str | Path) else init)
+
+        def work() -> int:
+            prepared = prepare(options)
+            _TRAINED.append(prepared[1])
+            return run(options, *prepared)
+
+        _complete(work)
+    return Run(_TRAINED[-1], None if init is None or isinstance(init, str | Path) else init)
 
 
 def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, Any]]:

@@ -10,21 +10,32 @@ from finetune_mile.core.problems import Problem, did_you_mean, tell
 
 # Verb: (module with main(argv) -> exit code, what it does).
 VERBS: dict[str, tuple[str, str]] = {
-    "run": ("finetune_mile.run", "fine-tune, or train from scratch; `train` is the same"),
-    "quickstart": ("finetune_mile.verbs.quickstart", "a folder of photos: what works on it, in minutes, on one page"),
+    "run": ("finetune_mile.run", "fine-tune a checkpoint, or train from scratch (`train` is the same)"),
+    "quickstart": ("finetune_mile.verbs.quickstart", "your photos: compare methods in minutes, on one page"),
     "pretrain": ("finetune_mile.verbs.pretrain", "pre-train without labels: SimCLR, MoCo-v2, BYOL or SwAV"),
-    "embed": ("finetune_mile.verbs.embed", "compute the features of a checkpoint once, for probes and runs"),
-    "probe": ("finetune_mile.verbs.probe", "which checkpoint suits these images: k-NN and linear probes of each"),
-    "table": ("finetune_mile.paper.table", "a table of runs: what is done, run the rest, write the ledger"),
-    "plan": ("finetune_mile.verbs.plan", "time a few steps here, say what a recipe or a table would take"),
-    "predict": ("finetune_mile.verbs.predict", "the labels of new images: files, folders, or names on stdin"),
-    "export": ("finetune_mile.verbs.export", "a trained classifier for timm, transformers, ONNX or torch.export"),
+    "embed": ("finetune_mile.verbs.embed", "compute features of a checkpoint once, for probe and run"),
+    "probe": ("finetune_mile.verbs.probe", "compare checkpoints on your images by k-NN and linear probes"),
+    "table": ("finetune_mile.paper.table", "run the missing cells of a table, write its results"),
+    "plan": ("finetune_mile.verbs.plan", "estimate time, memory and disk of a run or a table"),
+    "preflight": ("finetune_mile.verbs.preflight", "check checkpoint, data, memory and disk before a long run"),
+    "predict": ("finetune_mile.verbs.predict", "label new images: files, folders, or names on stdin"),
+    "export": ("finetune_mile.verbs.export", "write a trained classifier for timm, transformers, ONNX or torch.export"),
     "weights": ("finetune_mile.verbs.weights", "checkpoints: ls, show, check, convert, add, verify"),
     "recipes": ("finetune_mile.verbs.recipes", "recipe files: ls, show, cp"),
     "eval": ("finetune_mile.verbs.evaluate", "score any classifier, or saved logits, on any data"),
-    "doctor": ("finetune_mile.verbs.doctor", "look at data before a run: bad images, duplicates, class counts, sizes"),
-    "pack": ("finetune_mile.verbs.pack", "write images resized into WebDataset shards"),
+    "doctor": ("finetune_mile.verbs.doctor", "check data before a run: bad images, duplicates, class counts, sizes"),
+    "pack": ("finetune_mile.verbs.pack", "write resized images into WebDataset shards"),
 }
+
+EPILOG = """
+examples:
+  finetune-mile run                                     the demo, about a minute
+  finetune-mile quickstart photos                       photos/CLASS/IMAGE.jpg
+  finetune-mile run --init moco.pth.tar --data folder:photos --fraction 0.1 --out runs/mine
+  finetune-mile predict runs/mine new-photos/
+
+finetune-mile VERB --help lists the flags of a verb; --version prints the version
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.write("usage: finetune-mile VERB ...\n\n")
         for verb, (_, does) in VERBS.items():
             sys.stdout.write(f"  {verb:<10} {does}\n")
-        sys.stdout.write("\nfinetune-mile VERB --help tells more, --version the version\n")
+        sys.stdout.write(EPILOG)
         return 0 if words else 2
     verb, *rest = words
     if verb == "--version":

@@ -11,14 +11,15 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import importlib.util
+import os
 
 from finetune_mile.checkpoints.cards import fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init, parse_source
-from finetune_mile.config.flags import given_settings, parse
+from finetune_mile.config.flags import AUTO, given_settings, parse
 from finetune_mile.config.resolve import Resolved, check, resolve
 from finetune_mile.core.problems import Problem, tell
 from finetune_mile.images.sources import check_split, check_truth, said_as, split_name
-from finetune_mile.training.folder import check_free, next_folder, resumed_recipe
+from finetune_mile.training.folder import choose_folder, is_finished, next_folder, resumed_recipe, say_finished
 
 MOST_SEEDS = 100
 
@@ -43,6 +44,8 @@ def run_seeds(options: argparse.Namespace, words: list[str]) -> int:
 
     if not 1 <= options.seeds <= MOST_SEEDS:
         raise Problem(f"--seeds {options.seeds}: must be from 1 to {MOST_SEEDS}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise Problem("--seeds runs in one process; with several, start one run per seed: --seed N --out DIR/seed-N")
     if options.seed is not None or options.resume is not None or options.explain or options.overwrite:
         raise Problem("--seeds chooses the seeds and continues by itself: leave out --seed, --resume, --explain and "
                       "--overwrite")  # fmt: skip
@@ -86,20 +89,27 @@ def print_settings(options: argparse.Namespace) -> int:
 
 def resolve_options(options: argparse.Namespace) -> Resolved:
     """The recipe of a new run, or the one that a resumed run began with."""
-    if options.resume is None:
+    if options.resume in (None, AUTO):
         return resolve(given_settings(options), options.sets)
-    path, tree = resumed_recipe(options.resume)
+    return resumed_settings(options.resume)
+
+
+def resumed_settings(folder: Path) -> Resolved:
+    path, tree = resumed_recipe(folder)
     return check(tree, {}, [], path, "--resume")
 
 
 def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | None]:
-    """All that can be checked before torch is imported: recipe, run folder (not written yet), --init, --teacher."""
+    """All that can be checked before torch is imported: recipe, run folder (not written yet), --init, --teacher.
+
+    Several processes import it here, to agree on the folder. `options.resume` is a folder afterwards, or None.
+    """
     resolved = resolve_options(options)
     recipe = resolved.recipe
     init = parse_init(recipe.init)
     teacher = None if recipe.teacher is None else parse_source(recipe.teacher, "--teacher")
     split_name(recipe.data)
-    if options.resume is not None:
+    if isinstance(options.resume, Path):
         return resolved, options.resume, init, teacher
     if recipe.track != "none" and importlib.util.find_spec(recipe.track) is None:
         raise Problem(f"--track {recipe.track}: the package is missing; pip install {recipe.track}")
@@ -110,8 +120,12 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | N
         check_split(recipe.split)
     if recipe.truth is not None:
         check_truth(recipe.truth)
-    path = options.out or next_folder(Path("runs"), resolved.path.stem)
-    check_free(path, options.overwrite)
+    path, begun = choose_folder(
+        options, resolved.path.stem, recipe, lambda tree, file: check(tree, {}, [], file, "--resume").recipe
+    )
+    options.resume = path if begun else None
+    if begun:
+        return resumed_settings(path), path, init, teacher
     if init.kind == "card":
         fetch_card(find_card(init.name))  # a missing network is told before the images are listed
     return resolved, path, init, teacher
@@ -119,19 +133,26 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | N
 
 def run(options: argparse.Namespace, resolved: Resolved, path: Path, init: Init, teacher_init: Init | None) -> int:
     """The run itself; from here on torch is needed."""
+    if options.resume is not None and not options.explain and is_finished(path):
+        return say_finished(path)
+    parent = os.getppid()
     from finetune_mile.training.explain import explain
-    from finetune_mile.training.processes import Signals
+    from finetune_mile.training.processes import Signals, computing
     from finetune_mile.training.setup import set_up
     from finetune_mile.training.train import open_folder, train
 
-    with Signals() as signals:
+    with Signals(parent) as signals:
         setup = set_up(resolved.recipe, init, teacher_init, path, signals)
         if setup.accelerator.is_main_process:
             explain(resolved, setup, full=options.explain)
         if options.explain:
             return 0
         folder = open_folder(setup, path, resume=options.resume is not None, overwrite=options.overwrite)
-        return train(setup, folder)
+        recipe = setup.recipe
+        with computing(
+            precision=recipe.precision, benchmark=recipe.cudnn_benchmark is True, deterministic=recipe.deterministic
+        ):
+            return train(setup, folder)
 
 
 if __name__ == "__main__":

@@ -91,11 +91,12 @@ def output_of(main, *words):
 
 def resolved():
     """Every setting of every recipe, fraction and method, with who set it."""
+    from finetune_mile.config.resolve import NO_RUNS
     from finetune_mile.run import main
 
     os.environ["IMAGENET_DIR"] = str(ROOT / "docs")  # any folder: nothing is read
-    names = [p.relative_to(ROOT / "recipes").with_suffix("") for p in sorted((ROOT / "recipes").rglob("*.yaml"))]
-    for name in (n for n in names if n.parts[0] not in ("splits", "tables", "pretrain")):
+    names = [p.relative_to(ROOT / "recipes") for p in sorted((ROOT / "recipes").rglob("*.yaml"))]
+    for name in (n.with_suffix("") for n in names if n.parts[0] not in NO_RUNS):
         for fraction in FRACTIONS:
             for method in METHODS:
                 words = ["--recipe", str(name), "--fraction", fraction, "--method", method]

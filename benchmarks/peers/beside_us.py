@@ -1,11 +1,11 @@
 """fastai and LightlyTrain on the photos, labels, first weights and passes of our own runs: docs/benchmarks.md.
 
 python -m venv PEERS && PEERS/bin/pip install fastai lightly-train
-python benchmarks/peers/beside_us.py --python PEERS/bin/python --runs runs/own-photos --init imgsim=model.pth \
+python benchmarks/peers/beside_us.py --python PEERS/bin/python --init imgsim=model.pth \
     --data clothing=folder:CLOTHING --data 'grocery=folder:GROCERY?val=test&depth=2' --data cifar10=folder:CIFAR
 
 Both tools run with their own defaults at our size and batch. Each gets the steps of our final run, and in a second run
-those of our trial and final run together. Results that are there are not run again; `--table` only prints.
+those of our trial and final run together. A result is one line of --record and is not run again; `--table` only prints.
 The checkpoint must be a ResNet of torchvision's names, such as resnet50.
 """
 
@@ -90,6 +90,8 @@ def prepare(folder: Path, init: str, data: str, fraction: float, seed: int, opti
 
 def run_peers(options: argparse.Namespace) -> None:
     """Train every peer on every cell that has no result yet, the first seed of all data first."""
+    from own_photos import recorded
+
     missing = {}
     for peer in options.peers:
         module = MODULES[peer]
@@ -103,14 +105,16 @@ def run_peers(options: argparse.Namespace) -> None:
         for init in options.init:
             for data in options.data:
                 folder = options.out / f"{init[0]}-{data[0]}-{options.fraction}-{seed}"
-                if all((folder / f"{peer}-{budget}.json").is_file() for peer in peers for budget in options.budgets):
+                known = recorded(options.record)
+                if all(f"{folder.name}-{peer}-{budget}" in known for peer in peers for budget in options.budgets):
                     continue
                 job, budgets = prepare(folder, init[1], data[1], float(options.fraction), seed, options)
                 for budget in options.budgets:
                     steps = budgets[BUDGETS.index(budget)]
                     for peer in peers:
                         out = folder / f"{peer}-{budget}.json"
-                        if out.is_file():
+                        cell = f"{folder.name}-{peer}-{budget}"
+                        if cell in known:
                             continue
                         print(time.strftime("%H:%M:%S"), folder.name, peer, steps, "steps", flush=True)
                         work = json.dumps({**job, "peer": peer, "steps": steps, "out": str(out)})
@@ -120,54 +124,50 @@ def run_peers(options: argparse.Namespace) -> None:
                         if subprocess.run(words, env=environment, check=False).returncode:
                             print(f"{folder.name} {peer}: failed, see above", flush=True)
                         else:
-                            print("  ", out.read_text().replace("\n", ""), flush=True)
+                            line = json.dumps({"cell": cell, **json.loads(out.read_text())})
+                            print("  ", line, flush=True)
+                            with options.record.open("a") as file:
+                                file.write(line + "\n")
 
 
-def ours(run: Path, results_of: dict[str, dict[str, Any]]) -> float | None:
+def ours(run: dict[str, Any], results_of: dict[str, dict[str, Any]]) -> float:
     """The accuracy of one of our runs; it must have had the labels, steps and validation images of the peers.
 
     Args:
-        run: its folder.
+        run: what `own_photos.py` recorded of it.
         results_of: the result of some peer for each budget that was run.
     """
-    import yaml
-
-    if not (run / "results.json").is_file():
-        return None
-    steps = [yaml.safe_load(file.read_text())["steps"] for file in (run / "recipe.yaml", run / "trial/recipe.yaml")
-             if file.is_file()]  # fmt: skip
-    split, results = (json.loads((run / name).read_text()) for name in ("split.json", "results.json"))
     for budget, peer in results_of.items():
-        taken = steps[0] if budget == "once" else sum(steps)
-        mine = {"labels": split["sha256"], "steps": taken, "images": results["images"]}
+        taken = run["steps"][0] if budget == "once" else sum(run["steps"])
+        mine = {"labels": run["split"], "steps": taken, "images": run["images"]}
         theirs = {"labels": peer["split"], "steps": peer["steps"], "images": peer["images"]}
         if mine != theirs:
-            sys.exit(f"{run}: {mine}, but the peers had {theirs}; remove the peers' results of this cell, or the run")
-    return float(results["accuracy"])
+            sys.exit(f"{run['cell']}: {mine}, but the peers had {theirs}; remove the lines of this cell")
+    return float(run["accuracy"])
 
 
 def table(options: argparse.Namespace) -> Iterator[str]:
     """One row per data set and seed, then means and paired differences, with the peers' own and with our views."""
-    from own_photos import interval
+    from own_photos import interval, recorded
 
+    theirs, mine = recorded(options.record), recorded(options.runs)
     peers = [f"{peer}-{budget}" for peer in options.peers for budget in options.budgets]
-    columns = [*OURS, *(name for name in peers if any(options.out.glob(f"*/{name}.json")))]
+    columns = [*OURS, *(name for name in peers if any(cell.endswith(f"-{name}") for cell in theirs))]
     yield f"| photos | seed | labels | steps | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 4)}\n"
     cells: dict[str, list[dict[str, dict[str, float]]]] = {}
     for init in options.init:
         for data in options.data:
             for seed in range(options.seeds):
                 name = f"{init[0]}-{data[0]}-{options.fraction}"
-                results = {file.stem: json.loads(file.read_text())
-                           for file in (options.out / f"{name}-{seed}").glob("*.json")}  # fmt: skip
+                start = f"{name}-{seed}-"
+                results = {cell.removeprefix(start): each for cell, each in theirs.items() if cell.startswith(start)}
                 first = {b: next((r for key, r in results.items() if key.endswith(b)), None) for b in options.budgets}
                 measured = {budget: result for budget, result in first.items() if result is not None}
                 if not measured:
                     continue
                 for method in OURS:
-                    accuracy = ours(options.runs / f"{name}-{method}-{seed}", measured)
-                    if accuracy is not None:
-                        results[method] = dict.fromkeys(MEASURES, accuracy)
+                    if (run := mine.get(f"{name}-{method}-{seed}")) is not None:
+                        results[method] = dict.fromkeys(MEASURES, ours(run, measured))
                 cells.setdefault(data[0], []).append(results)
                 row = {key: each["accuracy"] for key, each in results.items()}
                 steps = ", ".join(str(result["steps"]) for result in measured.values())
@@ -311,8 +311,10 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--runs", type=Path, default=BENCHMARKS.parent / "runs/own-photos", help="our runs")
-    parser.add_argument("--out", type=Path, default=BENCHMARKS.parent / "runs/peers", help="the peers' results")
+    records = BENCHMARKS / "records"
+    parser.add_argument("--runs", type=Path, default=records / "own_photos.jsonl", help="our runs, by own_photos.py")
+    parser.add_argument("--record", type=Path, default=records / "peers.jsonl", help="the peers' results")
+    parser.add_argument("--out", type=Path, default=BENCHMARKS.parent / "runs/peers", help="photos, weights, logs")
     parser.add_argument("--table", action="store_true", help="train nothing")
     options = parser.parse_args()
     options.out = options.out.resolve()

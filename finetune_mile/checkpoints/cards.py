@@ -43,9 +43,16 @@ class Card(BaseModel):
     licence: str = "unknown"
     paper: str = ""
     source: str = ""
+    data: str = Field(default="", description="the images it was pre-trained on; empty: not known")
     epochs: int | None = None
     linear_top1: float | None = None
+    linear_head: bool = Field(default=False, description="is the classifier in the file the one of `linear_top1`?")
+    knn_top1: float | None = Field(default=None, description="k-NN with all training images, as published")
+    knn_k: int = 20
+    knn_temperature: float = 0.07
     finetune_top1: dict[str, float] = Field(default_factory=dict, description="fraction: top-1, as published")
+    scores_on: str = Field(default="ImageNet-1k", description="the data of these accuracies")
+    scores_from: str = Field(default="", description="where these accuracies were published")
     problems: tuple[str, ...] = Field(default=(), description="what is known to go wrong with it")
     notes: str = ""
 
@@ -147,5 +154,6 @@ def fetch_card(card: Card) -> Path:
             raise Problem(f"{own} is not the file that card {card.name} describes; {advice}")
         return own
     if not card.remote() or card.file is None:
-        raise Problem(f"card {card.name} names no file that could be fetched")
+        why = f" ({card.notes.partition(';')[0]})" if card.notes else ""
+        raise Problem(f"card {card.name} names no file that can be fetched{why}; if you have it, use --init FILE")
     return fetch(card.remote(), folder_of(card), file=card.file, unpack=card.unpack)

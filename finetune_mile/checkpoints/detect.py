@@ -13,27 +13,31 @@ import torch
 from torch import Tensor
 
 from finetune_mile.checkpoints.adapters import ADAPTERS, Adapted
-from finetune_mile.checkpoints.adapters.adapter import (
-    UNIT_RANGE,
-    VOCABULARIES,
-    Adapter,
-    InsideBackbone,
-    Vocabulary,
-    leaves,
+from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, leaves
+from finetune_mile.checkpoints.adapters.behind import (
+    behind,
+    choose,
+    find_trunks,
+    from_simclr,
+    list_prefixes,
+    no_backbone,
+    resolve,
+    way,
 )
 from finetune_mile.checkpoints.readers import Contents
-from finetune_mile.core.problems import Problem
+from finetune_mile.checkpoints.sizes import add_options, has_shapes, merge_claim, read_stages, read_vit
+from finetune_mile.core.problems import Problem, did_you_mean
 from finetune_mile.networks.resnets import DEPTHS, MINI, Arch, Stem, name_arch, parse_arch
+from finetune_mile.networks.vits import is_short, join_options, split_options
 
+UNKNOWN = -1  # attention heads
 BEHIND_PREFIX = "trunk behind a prefix"
-_TRUNK_PARTS = re.compile(r"(?:conv1|bn1|layer\d+|blocks|patch_embed|net|[0-7])(?:\.|$)")
-_BESIDE = re.compile(  # words in the names of modules that the features do not need
-    "fc|heads?|proj|projector|projection|pred|predictor|prediction|classifier|classification|linear|probe|mlp|neck|"
-    "queues?|memory|bank|prototypes?|momentum|teacher|target|online|decoder|mask|masked|loss|criterion|center|centre|"
-    "temperature|logits?|contrastive"
-)
-_UNSEEN = re.compile(r"-nopool|-norelu|:heads=\d+")  # parts of a network's name that no tensor shows
-_VIT_SIZES = {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge"}
+NAMES_ONLY = {BEHIND_PREFIX, "torchvision", "vit", "convnext", "swin"}  # formats that are the names of a network alone
+_ANTIALIASED = {  # timm's networks with the same tensors
+    "resnet50": ("resnetaa50", "resnetblur50"),
+    "resnet50-d": ("resnetaa50d", "resnetblur50d"),
+}
+_UNSEEN = re.compile(r"-nopool|-norelu|-v1|-pool|:heads=\d+$")  # parts of a network's name that no tensor shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,27 +50,55 @@ class Detected:
     contents: Contents  # the file, or the part of it that was asked for
     mapping: dict[str, str] = field(default_factory=dict)  # a prefix that was recognised, and ours
     outside: tuple[str, ...] = ()  # tensors that the asked-for part leaves out
-    forced: bool = False  # `--init FILE::FORMAT` named the format
+    forced: bool = False  # --format named the format, or `--init FILE::FORMAT`
     arch: str | None = None  # the network, where its own names were recognised
 
 
-def detect(contents: Contents, choice: str | None, *, source: str) -> Detected:
+def detect(
+    contents: Contents, prefix: str | None, *, source: str, place: str = "", format: str | None = None
+) -> Detected:
     """Find the adapter for a file.
 
     Args:
         contents: the file as read.
-        choice: what follows `::` in `--init`: the prefix of one trunk, or the name of a format.
+        prefix: of the one backbone that is asked for, or a part of that prefix which no other backbone has.
         source: the file's name, for messages.
+        place: the file as the user can give it to --init, for messages.
+        format: the name of a format: its conventions hold, and its names if the file has them.
     """
-    if choice in ADAPTERS:
-        why = f"--init says {choice}"
-        return Detected(format=choice, why=why, adapter=ADAPTERS[choice], contents=contents, forced=True)
-    if choice is not None:
-        part, outside = _part(contents, choice, source)
-        detected = _as_in(_recognised(contents), detect(part, None, source=source))
-        why = f"{detected.why}, below {choice}"
-        return replace(detected, why=why, outside=outside, mapping={choice: "", **detected.mapping})
-    return _recognised(contents) or _behind_prefix(contents, source)
+    place = place or source
+    if format is not None and format not in ADAPTERS:
+        raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
+    if prefix is not None:
+        prefix, part, outside = _part(contents, prefix, source, place)
+        complete = _named(format, contents) if format else _recognised(contents)
+        detected = _as_in(complete, detect(part, None, source=source, place=place))
+        why = f"{detected.why}, below {prefix}"
+        return replace(
+            detected, why=why, outside=outside, mapping={prefix: "", **detected.mapping}, forced=bool(format)
+        )
+    if format is not None:
+        named = _named(format, contents)
+        if _explains(named.adapter, contents):
+            return named
+        return replace(_as_in(named, detect(contents, None, source=source, place=place)), why=named.why, forced=True)
+    known = _recognised(contents)
+    if known is not None:
+        explained = _explains(known.adapter, contents)
+        if explained or (explained is None and known.adapter.is_certain(contents)):
+            return known
+    try:
+        found = _behind_prefix(contents, source, place)
+    except Problem:
+        if known is None:
+            raise
+        return known  # adapting it says what is wrong
+    return found if known is None or _explains(found.adapter, contents) else known
+
+
+def _named(format: str, contents: Contents) -> Detected:
+    why = f"--format {format}"
+    return Detected(format=format, why=why, adapter=ADAPTERS[format], contents=contents, forced=True)
 
 
 def _recognised(contents: Contents) -> Detected | None:
@@ -77,9 +109,26 @@ def _recognised(contents: Contents) -> Detected | None:
     return None
 
 
+def _explains(adapter: Adapter, contents: Contents) -> bool | None:
+    """Does an adapter know a backbone in the file? None: a part of it. Other faults are told when it is loaded."""
+    known, unknown = adapter.own, False
+    try:
+        own = adapter.unwrap(contents)
+    except Problem:
+        return True
+    for key in own:
+        try:
+            name = adapter.rename(key) or ""
+        except UnknownKey:
+            unknown = True
+        else:
+            known = known or name.startswith(("layer1.", "blocks."))
+    return None if known and unknown else known
+
+
 def _as_in(complete: Detected | None, part: Detected) -> Detected:
     """Give a part of a file the format and the conventions of the complete file, where that has a format of its own."""
-    if complete is None or complete.adapter.plain:
+    if complete is None or (complete.adapter.plain and not complete.forced):
         return part
     own = part.adapter
     adapter = replace(
@@ -89,118 +138,42 @@ def _as_in(complete: Detected | None, part: Detected) -> Detected:
     return replace(part, format=complete.format, why=complete.why, adapter=adapter)
 
 
-def _part(contents: Contents, prefix: str, source: str) -> tuple[Contents, tuple[str, ...]]:
-    """The tensors below a prefix, as a flat file of its own; and the paths of the rest."""
+def _part(contents: Contents, choice: str, source: str, place: str) -> tuple[str, Contents, tuple[str, ...]]:
+    """The prefix that was asked for, the tensors below it as a flat file of its own, and the paths of the rest."""
     everything = dict(leaves(contents.tree))
-    for start in (prefix, f"{prefix}/", f"{prefix}."):
-        inside = {path[len(start) :]: t for path, t in everything.items() if path.startswith(start)}
-        if inside and start[-1] in "./":
-            rest = tuple(path for path in everything if not path.startswith(start))
-            return replace(contents, tree=dict(inside), full_names={}, metadata={}), rest
-    near = ", ".join(sorted(_trunks(everything)[1])) or ", ".join(map(str, contents.tree))
-    raise Problem(f"{source}: no tensor is below {prefix!r}; the file has: {near}")
+    for prefix in filter(None, (choice, resolve(choice, everything))):
+        for start in (prefix, f"{prefix}/", f"{prefix}."):
+            inside = {path[len(start) :]: t for path, t in everything.items() if path.startswith(start)}
+            if inside and start[-1] in "./":
+                rest = tuple(path for path in everything if not path.startswith(start))
+                return prefix, replace(contents, tree=dict(inside), full_names={}, metadata={}), rest
+    prefixes = sorted(prefix for prefix in list_prefixes(everything) if prefix)
+    if not prefixes:
+        near = ", ".join(map(str, contents.tree))
+        raise Problem(f"{source}: no tensor is below {choice!r}; the file has: {near}")
+    ways = " or ".join(way(place, prefix.rstrip("./")) for prefix in prefixes)
+    raise Problem(f"{source}: no tensor is below {choice!r}; the file has backbones elsewhere: {ways}")
 
 
-# ------------------------------------------------------------------------- behind an unknown prefix
-
-
-def _trunks(paths: Mapping[str, object]) -> tuple[str, dict[str, dict[str, str]]]:
-    """The vocabulary that explains most, and for each prefix with a trunk: our name to the path."""
-    best: tuple[str, dict[str, dict[str, str]]] = ("", {})
-    for name, vocabulary in VOCABULARIES.items():
-        groups: dict[str, dict[str, str]] = {}
-        for path in paths:
-            hit = _split(path, vocabulary)
-            if hit is not None:
-                groups.setdefault(hit[0], {}).setdefault(hit[1], path)
-        trunks = {
-            prefix: group
-            for prefix, group in groups.items()
-            if len(group) > 5 and any(ours.startswith(("layer1.0.", "blocks.0.")) for ours in group)
-        }
-        if sum(map(len, trunks.values())) > sum(map(len, best[1].values())):
-            best = name, trunks
-    return best
-
-
-def _split(path: str, vocabulary: Vocabulary) -> tuple[str, str] | None:
-    """A path to (prefix, our name): the shortest prefix behind which the rest is known."""
-    dotted = path.replace("/", ".")
-    for start in (0, *(i + 1 for i, c in enumerate(dotted) if c == ".")):
-        name = vocabulary(dotted[start:])
-        if name is not None:
-            return path[:start], name
-    return None
-
-
-def _behind_prefix(contents: Contents, source: str) -> Detected:
+def _behind_prefix(contents: Contents, source: str, place: str) -> Detected:
     paths = dict(leaves(contents.tree))
-    if not paths:
-        raise Problem(f"{source}: there is no tensor in this file")
-    name, trunks = _trunks(paths)
+    language, trunks = find_trunks(paths)
     if not trunks:
-        sample = ", ".join(sorted(paths)[:3])
-        raise Problem(
-            f"{source}: unknown format, and no ResNet or vision transformer behind any prefix "
-            f"(its {len(paths)} tensors are called {sample}, ...); docs/checkpoints.md lists the "
-            "formats"
-        )
-    if len(trunks) > 1:
-        ways = " or ".join(f"--init '{source}::{prefix}'" for prefix in sorted(trunks))
+        raise no_backbone(paths, source)
+    chosen = choose(trunks, paths)
+    if chosen is None:
+        ways = " or ".join(way(place, prefix) for prefix in sorted(trunks))
         raise Problem(f"{source} holds {len(trunks)} backbones; choose one: {ways}")
-    (prefix,) = trunks
+    prefix, reason = chosen
+    nested = any("/" in path[len(prefix) :] for path in trunks[prefix].values())
     return Detected(
         format=BEHIND_PREFIX,
-        why=f"{len(trunks[prefix])} tensors are a trunk in {name} names behind {prefix!r}",
-        adapter=_behind(prefix, name, nested=any("/" in path[len(prefix) :] for path in trunks[prefix].values())),
+        why=f"{len(trunks[prefix])} tensors are a trunk in {language} names behind {prefix!r}"
+        + (f", which is taken because {reason}" if reason else ""),
+        adapter=behind(prefix, language, nested=nested),
         contents=contents,
         mapping={prefix: ""},
     )
-
-
-def _behind(prefix: str, language: str, *, nested: bool = False) -> Adapter:
-    """Make an adapter for a backbone behind `prefix`: every tensor there is known or part of a head.
-
-    Args:
-        prefix: ends where the backbone's own names begin.
-        language: the key of those names in `VOCABULARIES`.
-        nested: the backbone's own modules are nested mappings.
-    """
-    vocabulary = VOCABULARIES[language]
-
-    def rename(path: str) -> str | None:
-        if not path.startswith(prefix):
-            return None
-        inner = path[len(prefix) :].replace("/", ".")
-        if inner in ("fc.weight", "fc.bias"):
-            return inner
-        name = vocabulary(inner)
-        if name is None and (_TRUNK_PARTS.match(inner) or not _is_beside(path[len(prefix) :], nested)):
-            raise InsideBackbone(path)
-        return name
-
-    plain = Adapter(
-        recognise=lambda _: None,
-        unwrap=lambda contents: dict(leaves(contents.tree)),
-        rename=rename,
-        cifar_stem=None if language == "torchvision" else "cifar",  # solo-learn's names are torchvision's
-        stem_relu=language != "lightly generator, sequential",
-        padding_known=False,
-    )
-    return _from_simclr(plain) if language.startswith("separius") else plain
-
-
-def _is_beside(inner: str, nested: bool) -> bool:
-    """Whether an unknown tensor next to a backbone's own is a head, a queue or a copy, which features do not need."""
-    if "/" in inner and not nested:  # another entry of the file, such as the optimiser
-        return True
-    words = re.split(r"[_\d]+", re.split(r"[./]", inner)[0].lower())
-    return "norm" not in words and any(_BESIDE.fullmatch(word) for word in words)
-
-
-def _from_simclr(adapter: Adapter) -> Adapter:
-    """The same names with SimCLR-v2's conventions: only it has selective kernels."""
-    return replace(adapter, method="simclrv2", padding="tf", preprocess=UNIT_RANGE)
 
 
 # ------------------------------------------------------------------------------------ the network
@@ -212,8 +185,10 @@ class Marks:
 
     cifar_stem: Stem | None = "cifar"  # the form of a 3x3 stem; None: the file does not tell
     stem_pool: bool = True  # max-pooling after a 7x7 stem
+    small_pool: bool = False  # max-pooling after a 3x3 stem
     stem_relu: bool = True  # ReLU after bn1
     heads: int | None = None  # attention heads, where they are not those of timm's network of that size
+    options: Mapping[str, str] = field(default_factory=dict)  # other options of a vision transformer's name
 
 
 def name_network(
@@ -225,6 +200,8 @@ def name_network(
     card: str | None,
     arch: str | None,
     source: str,
+    place: str = "",
+    options: Mapping[str, str] | None = None,
 ) -> tuple[Detected, str]:
     """Read the architecture from the tensors and compare it with every claim.
 
@@ -236,18 +213,26 @@ def name_network(
         card: what its card says.
         arch: what --arch says.
         source: the file's name, for messages.
+        place: the file as the user can give it to --init, for messages.
+        options: of a network's name, from its config.
 
     Returns:
         The format, with other conventions if the architecture implies them; and the network's name.
     """
-    marks = read_marks(contents, detected, adapted, source=source)
+    place = place or source
+    shapes = {n: tuple(t.shape) for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
+    given = {**detected.adapter.options, **(options or {})}
+    if arch is not None and is_short(arch):
+        given, arch = merge_claim(arch, given, source=source, shapes=shapes), None
+    marks = read_marks(contents, detected, adapted, given)
+    if marks.heads == UNKNOWN and (config, card, arch) != (None, None, None):
+        marks = replace(marks, heads=None)
     # the tensors do not tell timm's networks and those with group norm
     if config is not None and (detected.adapter.own or config.startswith("timm:") or "-gn" in config):
         name = config
     elif detected.arch is not None:
         name = detected.arch
     else:
-        shapes = {n: tuple(t.shape) for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
         name = read_arch(shapes, marks, source=source)
     claims = [
         (claim, who)
@@ -257,32 +242,68 @@ def name_network(
     for claim, who in claims:
         # A claim may add to what a file shows beside its tensors, for a file need not show it, but must keep that.
         unseen = [part for part in _UNSEEN.findall(name) if not part.startswith(":")]
-        if not _same_tensors(claim, name) or not all(part in claim for part in unseen):
+        if not (_same_tensors(claim, name) or has_shapes(claim, shapes)) or not all(part in claim for part in unseen):
             raise Problem(f"{source} holds a {name}, {who} says {claim}")
-        if marks.heads and ":heads=" not in claim and ":heads=" not in (arch or ""):
+        if marks.heads and marks.heads > 0 and "heads=" not in claim and "heads=" not in (arch or ""):
             raise Problem(
                 f"{source} holds a {claim}:heads={marks.heads}, {who} says {claim}; "
                 f"say --arch {claim}:heads={marks.heads} (or another number)"
             )
-        name = claim
+        name = add_options(claim, marks.options)
     shape = parse_arch(name)
     if marks.cifar_stem is None and not claims and "-cifar" in name:
         other = name.replace("-cifar", "-cifar2")
         raise Problem(
             f"{source} holds a ResNet with a 3x3 stem and does not show its padding; say --arch {name} (padding 1, "
-            f"the usual) or --arch {other} (padding 2, solo-learn's), or append ::{name} or ::{other} to the file"
+            f"the usual) or --arch {other} (padding 2, solo-learn's), or --format solo-learn where solo-learn made it; "
+            f"without a flag: {way(place, name)} or {way(place, other)}"
         )
     if shape is not None and detected.adapter.padding == "torch":
         if shape.sk:
-            detected = replace(detected, adapter=_from_simclr(detected.adapter))
+            detected = replace(detected, adapter=from_simclr(detected.adapter))
         elif shape.project_first and not claims and not detected.adapter.padding_known:
             raise Problem(
                 f"{source} holds a ResNet with a shortcut convolution in layer1.0: SimCLR's and "
                 "BYOL's have it, and each pads in its own way, which no tensor shows; say whose: "
-                f"--init '{source}::tonylins' (SimCLR) or '{source}::byol-convert' (BYOL), "
-                f"or --arch {name} for torch's own padding"
+                f"--format tonylins (SimCLR) or --format byol-convert (BYOL), or --arch {name} for torch's own padding"
             )
     return detected, name
+
+
+def is_certain(detected: Detected, contents: Contents) -> bool:
+    """Do marks of a file show what made it, so that everything which its tensors do not show is known?"""
+    if detected.forced or detected.adapter.own:
+        return True
+    return detected.format not in NAMES_ONLY and detected.adapter.is_certain(contents)
+
+
+def assumptions(name: str) -> tuple[str, ...]:
+    """What is assumed about a network of this name, as no tensor shows it, each with the way to say otherwise."""
+    arch = parse_arch(name)
+    if arch is None:
+        if not name.startswith("timm:vit_"):
+            return ("timm's network of that name, its defaults",)
+        base, options = split_options(name)
+        heads = join_options(base, {**options, "heads": "N"})
+        pooled = "the mean of the patches" if options.get("pool") == "avg" else "the class token"
+        other = "" if "pool" in options else " (the mean of the patches: --arch vit:pool=avg)"
+        return (
+            f"attention heads as in {name} (else --arch {heads})",
+            f"features are {pooled} after the final norm{other}",
+        )
+    made = []
+    if arch.block == "bottleneck" and not arch.sk and not arch.stride_first:
+        made.append(f"stride in the 3x3 convolutions (in the first 1x1: --arch {name}-v1)")
+    if arch.stem == "imagenet" and arch.stem_pool:
+        made.append(f"3x3 max-pooling after the stem (without: --arch {name}-nopool)")
+    elif arch.stem.startswith("cifar"):
+        made.append("stride 1 in the 3x3 stem")
+        made.append(
+            "3x3 max-pooling after it" if arch.small_pool else f"no pooling after it (with: --arch {name}-pool)"
+        )
+    known = " or ".join(f"--arch timm:{each}" for each in _ANTIALIASED.get(name, ()))
+    made.append("no anti-aliasing" + (f" (else {known})" if known else ""))
+    return (*made, "no dilation", "features are the mean over the last map")
 
 
 def _same_tensors(one: str, other: str) -> bool:
@@ -308,8 +329,11 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: st
         marks: what names and shapes do not show.
         source: the file's name, for messages.
     """
-    if "patch_embed.proj.weight" in shapes:
-        return _read_vit(shapes, source) + (f":heads={marks.heads}" if marks.heads else "")
+    if any(name.startswith(("stages.0.blocks.", "layers.0.blocks.")) for name in shapes):
+        return read_stages(shapes, marks.options, source=source)
+    if "blocks.0.attn.qkv.weight" in shapes:
+        heads = {"heads": str(marks.heads)} if marks.heads else {}
+        return read_vit(shapes, {**heads, **marks.options}, source=source)
     blocks = {(int(m[1]), int(m[2])) for name in shapes if (m := re.match(r"layer(\d+)\.(\d+)\.", name))}
     if not blocks:
         raise Problem(f"{source}: layer1.0.conv1.weight is missing, and so is every other block")
@@ -321,15 +345,19 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: st
     cifar_stem = marks.cifar_stem or "cifar"
     if small and (layers, _width(shapes)) == (MINI.layers, MINI.width):
         cifar_stem = MINI.stem
+    groups, inner = _inside(shapes) if bottleneck else (1, 64)
     arch = Arch(
         block="bottleneck" if bottleneck else "basic",
         layers=layers,
         width=_width(shapes),
+        groups=groups,
+        inner=inner,
         stem="deep" if deep else cifar_stem if small else "imagenet",
         sk=any(".conv2.down." in name or ".conv2.conv." in name for name in shapes),
         pooled_shortcut=any(".downsample.2." in name for name in shapes),
         project_first=not bottleneck and any(n.startswith("layer1.0.downsample.") for n in shapes),
         stem_pool=marks.stem_pool or small,
+        small_pool=marks.small_pool and small,
         stem_relu=marks.stem_relu,
     )
     if not any(name.endswith(".running_mean") for name in shapes):
@@ -343,47 +371,45 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: st
 
 def _width(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Channels of the first stage, by majority: a damaged tensor does not mislead."""
-    first = ("bn1.weight", "bn1.bias", "layer1.0.conv1.weight", "layer1.0.bn1.weight", "layer1.1.bn1.weight")
+    first = ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var")
     votes = Counter(shapes[name][0] for name in first if shapes.get(name))
     return votes.most_common(1)[0][0] if votes else 64
 
 
-def _read_vit(shapes: Mapping[str, tuple[int, ...]], source: str) -> str:
-    patch = shapes["patch_embed.proj.weight"]
-    size = _VIT_SIZES.get(patch[0])
-    tokens = shapes.get("pos_embed", (1, 197, 0))[1] - 1
-    side = round(tokens**0.5) * patch[-1]
-    if size is None or side * side != tokens * patch[-1] ** 2:
-        raise Problem(f"{source}: a vision transformer with patches {patch} is not known; use --arch timm:NAME")
-    return f"timm:vit_{size}_patch{patch[-1]}_{side}"
+def _inside(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Groups of the 3x3 convolutions in bottlenecks and channels of a group for 64 of the first stage, by majority."""
+    votes: Counter[tuple[int, int]] = Counter()
+    width = _width(shapes)
+    for name, shape in shapes.items():
+        match = re.fullmatch(r"layer(\d+)\.\d+\.conv2\.weight", name)
+        channels = shapes.get(f"{name.removesuffix('conv2.weight')}bn2.weight", (0,))[0]
+        if match and len(shape) == 4 and channels and channels % shape[1] == 0:
+            votes[channels // shape[1], shape[1] * 64 // (width * 2 ** (int(match[1]) - 1))] += 1
+    return votes.most_common(1)[0][0] if votes else (1, 64)
 
 
 # ------------------------------------------------------------------------- beside names and shapes
 
 
-def read_marks(contents: Contents, detected: Detected, adapted: Adapted, *, source: str) -> Marks:
+def read_marks(contents: Contents, detected: Detected, adapted: Adapted, options: Mapping[str, str]) -> Marks:
     """Read the marks of a complete file; arguments as in `name_network`."""
-    stem, pool = detected.adapter.cifar_stem, True
+    stem, pool, small_pool = detected.adapter.cifar_stem, True, False
     if not detected.forced and not detected.adapter.is_certain(contents):
         stem = None  # many people call their modules backbone and classifier
     kernel = adapted.tensors["conv1.weight"].shape[-1] if "conv1.weight" in adapted.tensors else 7
     bolts = _bolts(contents)
     if bolts is not None and bolts[0] == (kernel == 7):
-        first_conv, pool = bolts
-        if pool and not first_conv:
-            raise Problem(
-                f"{source}: its hyper_parameters say first_conv False and maxpool1 True, "
-                "but a 3x3 stem with max-pooling is not supported"
-            )
-        stem, pool = "cifar", pool or not first_conv
+        stem, pool, small_pool = "cifar", bolts[1] or not bolts[0], bolts[1] and not bolts[0]
     # solo-learn's backbones have no fc: a network that has its own is not one of them
     if stem is None and (detected.forced or adapted.sources.get("fc.weight", "").endswith("fc.weight")):
         stem = "cifar"
     return Marks(
         cifar_stem=stem,
         stem_pool=pool,
+        small_pool=small_pool,
         stem_relu=detected.adapter.stem_relu,
-        heads=_heads(contents, detected, adapted.tensors.get("pos_embed")),
+        heads=None if "heads" in options else _heads(contents, detected, adapted.tensors.get("pos_embed")),
+        options=options,
     )
 
 
@@ -399,7 +425,8 @@ def _bolts(contents: Contents) -> tuple[bool, bool] | None:
 def _heads(contents: Contents, detected: Detected, positions: Tensor | None) -> int | None:
     """Number of attention heads of MoCo-v3's small transformers: 12, where timm's have 3 (tiny) and 6 (small).
 
-    Their positions are fixed, so a converted file shows them too. solo-learn does the same for MAE.
+    Their positions are fixed, so a converted file shows them too. solo-learn does the same for MAE, but others do not:
+    UNKNOWN where a file has MAE's positions and does not show that it is solo-learn's.
     """
     if positions is None or positions.ndim != 3 or positions.shape[-1] not in (192, 384):
         return None
@@ -409,6 +436,8 @@ def _heads(contents: Contents, detected: Detected, positions: Tensor | None) -> 
     fixed = _is_sincos(positions, rows_first=True)
     if not fixed and adapter.columns_first and adapter.is_certain(contents):
         fixed = _is_sincos(positions, rows_first=False)
+    if not fixed and adapter.small_vit_heads is None and _is_sincos(positions, rows_first=False):
+        return UNKNOWN
     return 12 if fixed else adapter.small_vit_heads
 
 

@@ -1,6 +1,7 @@
 """Weights out: one writer for runs and for `weights convert`, and the form that timm loads."""
 
 import json
+import re
 import stat
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,8 +17,8 @@ from finetune_mile.checkpoints.init import HEADER
 from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Failed, Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.networks.heads import split_timm
 from finetune_mile.networks.resnets import ResNet
+from finetune_mile.networks.vits import split_timm
 
 THRESHOLD = 0.25  # the probability above which a label counts as found, where a run has no other
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -57,12 +58,18 @@ def write_timm(folder: Path, network: nn.Module, config: dict[str, Any], more: d
     name = timm_name(network, config)
     import timm
 
-    options = split_timm(config["arch"])[1] if config["arch"].startswith("timm:") else {}
+    options, own = split_timm(config["arch"])[1:] if config["arch"].startswith("timm:") else ({}, {})
+    if "stem" in own:
+        raise Problem(f"--to timm is not possible: timm has no convolutional stem as MoCo-v3's{OTHERS}")
     reference = timm.create_model(name, pretrained=False, num_classes=config["num_classes"], **options)
     state = portable_state(network)
     differ = set(state) ^ set(reference.state_dict())
     if differ:
         raise Problem(f"--to timm is not possible: timm's {name} has other tensors, first {min(differ)}{OTHERS}")
+    if "eps" in own:  # timm's constructor does not take it
+        reference.load_state_dict(state)
+        images = torch.rand(2, 3, config["size"], config["size"], generator=torch.Generator().manual_seed(0))
+        check_equal(network.eval(), reference.eval(), images, "--to timm, with timm's own epsilon in the norms")
     defaults = getattr(reference, "default_cfg", {})
     pretrained = {
         **{key: defaults.get(key) for key in ("pool_size", "first_conv", "classifier")},
@@ -100,8 +107,12 @@ def timm_name(network: nn.Module, config: dict[str, Any]) -> str:
         why = f"it needs {config['padding']!r} padding, timm pads symmetrically and would give other features"
     elif isinstance(network, ResNet) and not isinstance(network.proj, nn.Identity):
         why = "it keeps a projection layer"
-    elif arch not in {f"resnet{d}{s}" for d in (18, 34, 50, 101, 152, 200) for s in ("", "-d")}:
+    elif not re.fullmatch(r"resnet(18|34|50|101|152|200)(-d)?|resnext\d+_\d+x\d+d|wide_resnet\d+_\d+", arch):
         why = f"timm has no {arch}"
+    else:
+        import timm
+
+        why = None if timm.is_model(arch.replace("-d", "d")) else f"timm has no {arch}"
     if why:
         raise Problem(f"--to timm is not possible: {why}{OTHERS}")
     return arch.replace("-d", "d")

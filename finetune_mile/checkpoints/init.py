@@ -14,7 +14,12 @@ from finetune_mile.core.problems import Problem
 
 HEADER = "finetune_mile"  # the key in a safetensors file's `__metadata__` that holds an export's config as JSON
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.safetensors", "checkpoint.ckpt")
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")  # of shards: transformers, accelerate
 _SUFFIXES = (".pth", ".pt", ".tar", ".ckpt", ".pkl", ".safetensors", ".torch")
+_FETCHED = [
+    *_WEIGHTS, *_INDICES, "model-*-of-*.safetensors", "pytorch_model-*-of-*.bin", "config.json",
+    "preprocessor_config.json",
+]  # fmt: skip
 _LARGEST_INDEX = 16 * 2**20
 _STEM = b"base_model/conv2d/kernel"
 
@@ -109,6 +114,7 @@ class Located:
     name: str  # for the card of a file that has none
     card: Card | None = None
     config: dict[str, Any] = field(default_factory=dict)  # config.json beside it
+    processor: dict[str, Any] = field(default_factory=dict)  # preprocessor_config.json beside it, transformers' input
 
 
 def locate(init: Init) -> Located:
@@ -121,16 +127,28 @@ def locate(init: Init) -> Located:
     path = Path(init.name)
     if init.kind == "folder":
         return _in_folder(path, init, name=path.resolve().name)
-    return Located(path=path, name=path.name.split(".")[0], config=read_config(path))
+    return _beside(path, name=path.name.split(".")[0])
+
+
+def _beside(path: Path, name: str) -> Located:
+    """A file of weights with the configs beside it."""
+    config, processor = read_config(path), path.parent / "preprocessor_config.json"
+    found = _read_json(processor) if "model_type" in config and processor.is_file() else {}
+    return Located(path=path, name=name, config=config, processor=found)
 
 
 def _in_folder(folder: Path, init: Init, name: str) -> Located:
     """One of our run folders, an export, a Hugging Face folder, or a TensorFlow checkpoint."""
     if (folder / "run.json").is_file() and not (folder / "export").is_dir():
         raise Problem(f"{init.flag} {init}: this run has no export/ yet; finish it, or resume it first")
-    for path in (place / weights for place in (folder / "export", folder) for weights in _WEIGHTS):
+    for path in (place / weights for place in (folder / "export", folder) for weights in (*_WEIGHTS, *_INDICES)):
         if path.is_file():
-            return Located(path=path, name=name, config=read_config(path))
+            return _beside(path, name)
+    if any(folder.glob("*.distcp")) or any(folder.glob("*/*.distcp")):
+        raise Problem(
+            f"{init.flag} {init}: this is a distributed checkpoint (FSDP), one part for each process; merge it first: "
+            "accelerate merge-weights FOLDER OUT, then give OUT"
+        )
     return Located(path=folder, name=name)
 
 
@@ -138,7 +156,7 @@ def _from_hub(init: Init) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(init.name, allow_patterns=[*_WEIGHTS, "config.json"]))
+        return Path(snapshot_download(init.name, allow_patterns=_FETCHED))
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Problem(
@@ -155,8 +173,14 @@ def read_config(place: Path) -> dict[str, Any]:
     for folder in (place / "export", place) if place.is_dir() else (place.parent,):
         path = folder / "config.json"
         if path.is_file():
-            return _parse_config(path.read_bytes(), str(path))
+            return _read_json(path)
     return {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > _LARGEST_INDEX:
+        raise Problem(f"{path} is larger than {_LARGEST_INDEX // 2**20} MB, which no config is")
+    return _parse_config(path.read_bytes(), str(path))
 
 
 def read_header(metadata: Mapping[str, str]) -> dict[str, Any] | None:

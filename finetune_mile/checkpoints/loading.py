@@ -17,9 +17,12 @@ from PIL.Image import Image
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.adapters import adapt, few
+from finetune_mile.checkpoints.adapters import ADAPTERS, adapt, few
+from finetune_mile.checkpoints.adapters.adapter import Adapter, leaves
+from finetune_mile.checkpoints.adapters.behind import other_backbones, way
 from finetune_mile.checkpoints.cards import SCRATCH, Card
-from finetune_mile.checkpoints.detect import detect, name_network
+from finetune_mile.checkpoints.detect import NAMES_ONLY, assumptions, detect, is_certain, name_network
+from finetune_mile.checkpoints.hugging_face import check_sizes, read_transformers
 from finetune_mile.checkpoints.init import Init, Located, locate, parse_init, read_header
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.readers.mapped import MappedPages
@@ -30,6 +33,7 @@ from finetune_mile.images.pipeline import centre_view, normalise, to_pixels
 from finetune_mile.networks.heads import HeadBias, HeadWeight, build, get_head, new_head, set_head
 from finetune_mile.networks.parts import HiddenLinear
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
+from finetune_mile.networks.vits import build_empty, expand_short, is_short
 
 Activation = Literal["softmax", "sigmoid"]
 LINEAR, HIDDEN = {"fc.weight", "fc.bias"}, {"fc.hidden.weight", "fc.hidden.bias"}  # tensors of a classifier
@@ -50,6 +54,19 @@ class LoadReport:
     stubs: tuple[str, ...] = ()  # foreign objects in the file, never called
     mapping: dict[str, str] = field(default_factory=dict)  # a recognised prefix, and what it became
     classifier: int = 0  # classes of a trained classifier in the file, used or not; 0: there is none
+    certain: bool = True  # marks in the file, its config, card or a flag say what it is; False: names alone
+    assumed: tuple[str, ...] = ()  # what nothing in the file shows, each with the flag to say otherwise
+    others: tuple[str, ...] = ()  # other backbones of the file: what follows `::` in --init
+    picked: bool = False  # the backbone was picked by its prefix
+
+    @property
+    def reason(self) -> str:
+        """Why this backbone was loaded and none of the others."""
+        if self.picked:
+            return "loaded is the one that was picked"
+        if self.format in NAMES_ONLY:
+            return "the network itself is loaded, not a moving average of it"
+        return f"loaded is the one that {self.format}'s own evaluation uses"
 
     def to_json(self) -> dict[str, object]:
         """Counts first, then the names: the contents of init.json."""
@@ -110,8 +127,11 @@ class Preprocessor:
 # ------------------------------------------------------------------------------------ the entries
 
 
-def load_public(text: str, num_classes: int | None, arch: str | None) -> nn.Module:
+def load_public(
+    text: str, num_classes: int | None, arch: str | None, format: str | None = None, prefix: str | None = None
+) -> nn.Module:
     """See `finetune_mile.load`."""
+    text = "::".join([text, *filter(None, [prefix]), *([f"format={format}"] if format else [])])
     if num_classes is None:
         opened = open_trunk(text, arch=arch)
         network, card, report = opened.network, opened.card, opened.report
@@ -193,6 +213,7 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
             "no checkpoint and no network: say --init CHECKPOINT (`finetune-mile weights ls` lists published ones), "
             "or, to train from scratch, --init none with --arch, for example --arch resnet18"
         )
+    arch = expand_short(arch) if is_short(arch) else arch
     network = build(arch)
     report = LoadReport(
         format="none", why="--init none", arch=arch, padding="torch", loaded=(), dropped=(),
@@ -212,29 +233,33 @@ def open_contents(
     Args:
         contents: the file.
         located: where it is, and what is beside it.
-        choice: what follows `::` in `--init`: a prefix, a format, or the name of one of our networks.
+        choice: what follows `::` in `--init`: a prefix, a format, or the name of one of our networks; several are
+            joined by `::`.
         arch: as in `load_network`.
         head_from: as in `load_network`.
     """
-    source, card = located.path.name, located.card
-    if choice is not None and parse_arch(choice) is not None:
-        if arch not in (None, choice):
-            raise Problem(f"--init {source}::{choice} and --arch {arch} name two networks; give one of them")
-        arch, choice = choice, None
+    source, place, card = located.path.name, str(located.path), located.card
+    arch, format, prefix = _choices(choice, arch, source)
     header = read_header(contents.metadata)
     config = header or located.config
     facts = _facts(config, located)
+    options = facts.pop("options", {})
     named = arch or facts.get("arch") or ""
-    match = native(contents, named) if named.startswith("timm:") and not header else None
-    match = match or detect(contents, choice, source=source)
+    match = native(contents, named, prefix) if named.startswith("timm:") and not header else None
+    match = match or detect(contents, prefix, source=source, place=place, format=format)
     if card is not None and card.format not in (None, match.format):
         raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {match.format} ({match.why})")
-    adapted = adapt(match.contents, match.adapter, source=source)
+    below = ".".join(each.rstrip("./") for each in match.mapping if each)
+    adapted = adapt(match.contents, match.adapter, source=source, init=f"{way(place, below)} " if below else "")
+    if "model_type" in config:
+        check_sizes(config, {name: tuple(tensor.shape) for name, tensor in adapted.tensors.items()}, source=source)
     match, name = name_network(
-        contents, match, adapted, config=facts.get("arch"), card=card.arch if card else None, arch=arch, source=source
-    )
+        contents, match, adapted, config=facts.get("arch"), card=card.arch if card else None, arch=arch, source=source,
+        place=place, options=options,
+    )  # fmt: skip
+    certain = bool(facts.get("arch") or options or card or arch) or is_certain(match, contents)
     if card is None:
-        defaults = {"padding": match.adapter.padding, "preprocess": match.adapter.preprocess}
+        defaults = {"padding": match.adapter.padding, "preprocess": _preprocess(match.adapter, adapted.tensors, name)}
         card = Card.model_validate(
             {"method": match.adapter.method, **defaults, **facts, "name": located.name, "arch": name,
              "format": match.format, "notes": f"made from what was found in the file: {match.why}"}
@@ -257,6 +282,9 @@ def open_contents(
         dropped=(*unused, *adapted.dropped, *match.outside),
         stubs=contents.stubs, mapping=match.mapping,
         classifier=len(heads["fc.weight"]) if set(heads) in (LINEAR, LINEAR | HIDDEN) else 0,
+        certain=certain,
+        assumed=(*(() if certain else assumptions(name)), *(() if located.card else match.adapter.assumes)),
+        others=other_backbones(dict(leaves(contents.tree)), set(adapted.raw.values())), picked=prefix is not None,
     )  # fmt: skip
     return Opened(
         network=network,
@@ -269,11 +297,41 @@ def open_contents(
     )
 
 
+def _choices(choice: str | None, arch: str | None, source: str) -> tuple[str | None, str | None, str | None]:
+    """Sort what follows `::` into network, format and prefix; --arch is among the networks."""
+    archs = [arch] if arch else []
+    formats: list[str] = []
+    prefixes: list[str] = []
+    for part in choice.split("::") if choice else ():
+        named = part.removeprefix("format=")  # what --format becomes
+        if named != part or part in ADAPTERS:
+            formats.append(named)
+        else:
+            (archs if part.startswith("timm:") or parse_arch(part) or is_short(part) else prefixes).append(part)
+    if len(set(archs)) > 1:
+        raise Problem(f"--init {source}::{archs[1]} and --arch {archs[0]} name two networks; give one of them")
+    for kind, word in ((set(formats), "formats"), (set(prefixes), "prefixes")):
+        if len(kind) > 1:
+            raise Problem(f"--init {source}: {' and '.join(sorted(kind))} are two {word}; give one of them")
+    return next(iter(archs), None), next(iter(formats), None), next(iter(prefixes), None)
+
+
+def _preprocess(adapter: Adapter, tensors: Mapping[str, Tensor], arch: str) -> Preprocess:
+    """A format's convention; a vision transformer sees images of the size that its positions were learnt at."""
+    embed = tensors.get("patch_embed.proj.weight")
+    if "pos_embed" not in tensors or embed is None or not arch.startswith("timm:") or adapter.method == "dinov2":
+        return adapter.preprocess
+    side = math.isqrt(tensors["pos_embed"].shape[1]) * embed.shape[-1]  # the class token does not matter here
+    return adapter.preprocess.model_copy(update={"size": side})
+
+
 def _facts(config: Mapping[str, Any], located: Located) -> dict[str, Any]:
     """The fields of a card that a config knows: the header of one of our exports, or `config.json` beside the file."""
     if "architecture" in config:
         arch, preprocess = timm_facts(config)
         return {"arch": arch, "preprocess": preprocess}
+    if "model_type" in config:
+        return read_transformers(config, located.processor)
     if not {"arch", "padding", "mean", "std"} <= config.keys():
         return {}
     facts = {
@@ -294,7 +352,7 @@ def _facts(config: Mapping[str, Any], located: Located) -> dict[str, Any]:
 
 
 def build_for(arch: str, padding: Padding, proj: Tensor | None) -> nn.Module:
-    """A backbone to be filled: ours has no storage yet (meta device), timm's has random weights.
+    """A backbone to be filled: it has no storage yet (meta device); some of timm's have random weights.
 
     Args:
         arch: the network's name.
@@ -304,7 +362,7 @@ def build_for(arch: str, padding: Padding, proj: Tensor | None) -> nn.Module:
     if arch.startswith("timm:"):
         if padding != "torch":
             raise Problem(f"--arch {arch}: these weights need {padding!r} padding, which timm does not have")
-        return build(arch)
+        return build_empty(arch)
     with torch.device("meta"):
         network = build(arch, padding=padding)
         if proj is not None and isinstance(network, ResNet):

@@ -5,21 +5,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from finetune_mile.checkpoints.adapters import Adapted
-from finetune_mile.checkpoints.adapters.adapter import Adapter, state_dict_of
+from finetune_mile.checkpoints.adapters.adapter import Adapter, leaves, state_dict_of
 from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.detect import Detected
 from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.networks.heads import build, split_timm
+from finetune_mile.networks.heads import build
+from finetune_mile.networks.vits import join_options, name_options, split_timm
 
 
 def open_timm(name: str, arch: str | None) -> tuple[nn.Module, Card]:
     """A pretrained timm model without its head, and the card that timm's own notes make."""
     import timm
+
+    from finetune_mile.networks.any_size import allow_any_size
 
     base = name.split(".")[0]
     if arch is not None and arch.removeprefix("timm:").split(".")[0] != base:
@@ -33,6 +37,7 @@ def open_timm(name: str, arch: str | None) -> tuple[nn.Module, Card]:
             f"--init timm:{name} could not be fetched ({first}); fetch its model.safetensors elsewhere and "
             f"use --init FILE --arch timm:{base}"
         ) from error
+    allow_any_size(network, "timm")
     return network, make_card(f"timm:{name}", base, getattr(network, "pretrained_cfg", {}))
 
 
@@ -63,9 +68,9 @@ def timm_facts(config: Mapping[str, Any]) -> tuple[str, Preprocess]:
     name = str(config["architecture"]).split(".")[0]
     ours = re.fullmatch(r"(resnet(?:18|34|50|101|152|200))(d?)", name)
     arch = ours[1] + ("-d" if ours[2] else "") if ours else f"timm:{name}"
-    heads = (config.get("model_args") or {}).get("num_heads")
-    if isinstance(heads, int):
-        arch += f":heads={heads}"
+    arguments = config.get("model_args")
+    if isinstance(arguments, dict) and not ours:
+        arch = join_options(arch, name_options(arguments))
     return arch, _preprocess(config.get("pretrained_cfg") or {})
 
 
@@ -82,21 +87,42 @@ def _preprocess(config: Mapping[str, Any]) -> Preprocess:
     )
 
 
-def native(contents: Contents, arch: str) -> Detected | None:
-    """A file in the very names of the timm network that was asked for, where it is one."""
-    names = set(build(arch).state_dict())
+def native(contents: Contents, arch: str, prefix: str | None = None) -> Detected | None:
+    """A file in the very names of the timm network that was asked for, where it is one, perhaps below a prefix."""
+    if prefix is not None:
+        return _native_below(contents, arch, prefix)
+    with torch.device("meta"):
+        names = set(build(arch).state_dict())
     if not names <= set(state_dict_of(contents)):
         return None
-    adapter = Adapter(recognise=lambda _: None, unwrap=state_dict_of, rename=lambda key: key, method="timm")
+    # the two classifiers of a distilled DeiT see one token each: no linear classifier of its features
+    two = ("head.", "head_dist.") if any(key.startswith("head_dist.") for key in state_dict_of(contents)) else ()
+    adapter = Adapter(
+        recognise=lambda _: None,
+        unwrap=state_dict_of,
+        rename=lambda key: None if key.startswith(two) else key,
+        method="timm",
+    )
     why = f"all {len(names)} tensors of {arch} are there by name"
     return Detected(format="timm", why=why, adapter=adapter, contents=contents, arch=arch)
+
+
+def _native_below(contents: Contents, arch: str, prefix: str) -> Detected | None:
+    everything = dict(leaves(contents.tree))
+    for start in (f"{prefix}/", f"{prefix}.", prefix):
+        inside = {path[len(start) :]: tensor for path, tensor in everything.items() if path.startswith(start)}
+        if inside:
+            part = native(replace(contents, tree=dict(inside)), arch)
+            outside = tuple(path for path in everything if not path.startswith(start))
+            return None if part is None else replace(part, outside=outside, mapping={start: ""})
+    return None
 
 
 def canonical_head(adapted: Adapted, arch: str) -> Adapted:
     """The classifier of a `timm:NAME` (`head`, `fc`, ...) under the name `fc`, as everywhere else."""
     import timm
 
-    model, _ = split_timm(arch)
+    model = split_timm(arch)[0]
     if not timm.is_model(model):
         return adapted  # building it says so
     prefix = timm.get_pretrained_cfg_value(model, "classifier") or "head"

@@ -6,17 +6,18 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, Final, Literal, NoReturn, get_args
 
 from finetune_mile.config.schema import Variant
 from finetune_mile.core.problems import Problem, did_you_mean, nearest
 from finetune_mile.methods import METHODS
 
-NUMBERS = ("fraction", "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed", "size")
-SAME = {"--lr": "--learning-rate", "--size": "--image-size"}  # other tools' names
+NUMBERS = ("fraction", "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed", "size", "patience")
+SAME = {"--lr": "--learning-rate", "--size": "--image-size", "--patience": "--early-stopping"}  # other tools' names
 _WHOLE = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
+FORMAT = "whose file --init is, where the file does not show it: solo-learn, byol-convert, ..."  # help of --format
 # Settings of the recipe, by group: the flag with a word for its value, and its help.
 FLAGS = {
     "what to train": {
@@ -31,6 +32,7 @@ FLAGS = {
         "--variant": " | ".join(get_args(Variant)) + ": where paper and published code differ",
         "--size": "image side in pixels (default: as the checkpoint says)",
         "--arch": "network, such as resnet50, resnet50-sk, timm:NAME",
+        "--format": FORMAT,
         "--semi": "none | all | unlabelled: images that imitation draws from",
         "--unlabelled DIR": "more images for --semi: a folder of photos, or any --data; labels are ignored",
         "--teacher": "for distill: a run folder or a checkpoint file",
@@ -48,15 +50,21 @@ FLAGS = {
         "--flip": "true | false: mirror training images; false for digits, text and left-right classes",
         "--head-init": "random | probe: start the classifier as a linear probe of the labelled images",
         "--keep": "last | best: best lets held-out labels decide how far the weights move from the start",
+        "--patience N": "stop after N evaluations in a row without a better validation score, keep the best weights",
         "--seed": "of split, order, augmentation and head",
         "--track": "none | tensorboard | wandb | trackio (offline, unless its own settings say otherwise)",
     },
 }
 RARE = (  # not in the brief help
-    "--split", "--truth", "--variant", "--arch", "--teacher", "--keep-head", "--k-t", "--k-s", "--rho", "--head-init",
-    "--keep", "--flip", "--epochs",
+    "--split", "--truth", "--variant", "--arch", "--format", "--teacher", "--keep-head", "--k-t", "--k-s", "--rho",
+    "--head-init", "--keep", "--flip", "--epochs", "--patience",
 )  # fmt: skip
-SETTINGS = tuple(flag.split()[0].removeprefix("--").replace("-", "_") for group in FLAGS.values() for flag in group)
+SETTINGS = tuple(
+    flag.split()[0].removeprefix("--").replace("-", "_")
+    for group in FLAGS.values()
+    for flag in group
+    if flag != "--format"  # a part of --init
+)
 
 EPILOG = """examples:
   finetune-mile run                                                    the demo, about a minute on two cores
@@ -64,6 +72,10 @@ EPILOG = """examples:
   finetune-mile run --resume runs/demo-1                               continue a run that was stopped
   accelerate launch -m finetune_mile.run --init simclrv2-sk1 --fraction 0.01    several GPUs
 """
+
+
+AUTO: Final = "auto"  # of --resume
+RESUME = "continue a run; takes no other setting. auto: start, or continue, what is in --out"
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,6 +89,14 @@ class Parser(argparse.ArgumentParser):
         options, rest = self.parse_known_args(args, namespace)
         if rest:
             raise Problem(*self.strangers(rest))
+        if hasattr(options, "init") and getattr(options, "format", None) is not None:
+            if options.init is None:
+                raise Problem(f"--format {options.format} says whose file --init is; give --init FILE too")
+            # a part of what is loaded, and kept with it
+            mark = f"::format={options.format}"
+            several = isinstance(options.init, list)
+            options.init = [text + mark for text in options.init] if several else options.init + mark
+            options.format = None
         return options
 
     def strangers(self, rest: list[str]) -> list[str]:
@@ -148,7 +168,7 @@ def build_parser(*, brief: bool = False) -> Parser:
     where = parser.add_argument_group("where")
     where.add_argument("--out", type=Path, help="run folder (default: runs/<recipe>-<number>)")
     where.add_argument("--overwrite", action="store_true", help="replace a run that is in --out")
-    where.add_argument("--resume", type=Path, metavar="DIR", help="continue a run; takes no other setting")
+    where.add_argument("--resume", type=resumed, metavar="DIR|auto", help=RESUME)
     where.add_argument("--explain", action="store_true", help="print what would be done, and stop")
     where.add_argument("--json", action="store_true", help="with --explain: every setting and who set it, for scripts")
     return parser
@@ -158,8 +178,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return read_flags(build_parser(), argv, SETTINGS)
 
 
+def resumed(text: str) -> Path | Literal["auto"]:
+    """The value of --resume; a folder of the name auto is ./auto."""
+    return AUTO if text == AUTO else Path(text)
+
+
 def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> argparse.Namespace:
-    """Read flags, and refuse other settings beside --resume.
+    """Read flags, and refuse other settings beside --resume DIR.
 
     Args:
         parser: with --resume, --out, --overwrite and --set among its flags.
@@ -167,7 +192,13 @@ def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> ar
         settings: flags that are keys of the recipe, which --resume goes without.
     """
     options: argparse.Namespace = parser.parse_args(argv)
-    if options.resume is not None:
+    if options.resume == AUTO:
+        if options.out is None or options.overwrite:
+            raise Problem(
+                "--resume auto starts or continues the run in --out: "
+                + ("leave out --overwrite" if options.overwrite else "add --out DIR")
+            )
+    elif options.resume is not None:
         others = sorted(set(given_settings(options, settings)) | ({"set"} if options.sets else set()))
         if others or options.out is not None or options.overwrite:
             name = "--" + (others[0].replace("_", "-") if others else "out or --overwrite")

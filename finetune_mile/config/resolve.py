@@ -27,6 +27,7 @@ from finetune_mile.images.sources import imagenet_folder
 from finetune_mile.methods import METHOD_FLAGS, METHODS, get_method
 
 NO_IMAGENET = "imagenet:data/imagenet"  # stands for ImageNet where it is not
+NO_RUNS = ("launch", "pretrain", "splits", "tables", "upstream.yaml")  # what `run` does not take of recipes/
 LONGEST_CHAIN = 4  # recipe files, the first one included
 MOST_SENTENCES = 20  # problems of one recipe that are told at once
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
@@ -114,7 +115,7 @@ def find_recipe(name: str, below: str = "", *, builder: Path | None = None) -> P
         if path.is_file():
             return path
     paths = [path.relative_to(folder) for path in sorted(folder.rglob("*.yaml"))]
-    names = [str(path.with_suffix("")) for path in paths if path.parts[0] not in ("splits", "tables", "pretrain")]
+    names = [str(path.with_suffix("")) for path in paths if path.parts[0] not in NO_RUNS]
     where = "--recipe" if builder is None else f"recipe {builder.name}: base:"
     raise Problem(f"{where} {name}: no such file or recipe; {did_you_mean(name, names)}")
 

@@ -28,6 +28,7 @@ from finetune_mile.methods.pseudo_labels import Rho
 
 Variant = Literal["paper", "published"]
 Share = Annotated[float, Field(ge=0, le=1)]
+Switch = bool | Literal["auto"]
 
 
 def _known_method(name: str) -> str:
@@ -73,6 +74,16 @@ class Optimizer(Section):
     warmup: Amount | Literal[0] = Field(description="linear warm-up of the rate")
     milestones: tuple[Amount, ...] = Field(default=(), description="for `step`: when the rate falls")
     gamma: float = Field(default=0.1, gt=0, description="for `step`: by which factor")
+    restart: Amount | None = Field(
+        default=None,
+        description="the schedule is complete here and begins anew, for a first teacher by its own schedule",
+    )
+    layer_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="each layer's rate is this times the rate of the next one, as in MAE's fine-tuning (0.65); 1: off",
+    )
     clip: float | None = Field(gt=0, description="largest gradient norm; null: none")
     ema: float | None = Field(gt=0, lt=1, description="decay of averaged weights; null: none")
 
@@ -108,8 +119,8 @@ class Evaluate(Section):
     images: int | None = Field(ge=0, description="validation images at each phase's end; null: all, 0: none")
     every: Amount | None = Field(description="also every so often inside a phase; null: phase ends only")
     phases: bool = Field(default=True, description="evaluate, and inspect a new teacher's labels, at each phase's end")
-    prediction_set: Literal["threshold", "argmax_or_threshold"] = Field(
-        description="what counts as predicted in f1@... and coverage@...: p > t, or that and the best class"
+    prediction_set: Literal["threshold", "argmax_or_threshold", "argmax"] = Field(
+        description="what f1@... and coverage@... take for predicted: p > t, or that and the best class, or it alone"
     )
     thresholds: tuple[Rho, ...] = Field(default=(), description="f1@... also at these, beside 0.25, 0.5 and rho")
     labels: bool = Field(default=True, description="write labels.parquet for the training images")
@@ -156,13 +167,30 @@ class Recipe(Section):
     epochs: Annotated[float, Field(gt=0, le=10**6)] | Literal["auto"] | None = Field(
         default=None, description="or in epochs of the labelled images; auto: 10 of few images to 3 of many"
     )
-    batch_size: int = Field(gt=0, le=LARGEST_BATCH, description="over all processes and accumulated parts")
-    accumulate: int = Field(default=1, gt=0, description="parts that a batch is computed in")
-    precision: Annotated[Literal["no", "fp16", "bf16", "auto"], NO] = Field(
-        default="no", description="auto: bf16 where the processor computes in it, else no"
+    steps_of_epochs: Literal["next"] | None = Field(
+        default=None, description="next: images x epochs // batch + 1, as SimCLR counts; null: to the nearest step"
     )
-    channels_last: bool = Field(
-        default=False, description="memory layout; convolutions are two to three times as fast on CPUs"
+    batch_size: int = Field(gt=0, le=LARGEST_BATCH, description="over all processes and accumulated parts")
+    accumulate: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
+        default=1, description="parts that a batch is computed in; auto: as few as fit into the GPU's memory"
+    )
+    precision: Annotated[Literal["no", "tf32", "fp16", "bf16", "auto"], NO] = Field(
+        default="no",
+        description="auto: bf16 where the device computes in it, else tf32 on a GPU and no on a CPU (docs/gpus.md)",
+    )
+    channels_last: Switch = Field(
+        default="auto", description="memory layout, which is faster for convolutions; auto: on GPUs"
+    )
+    cudnn_benchmark: Switch = Field(
+        default="auto", description="cuDNN times its algorithms and takes the fastest; auto: unless deterministic"
+    )
+    fused_optimizer: Switch = Field(default="auto", description="one kernel for all tensors; auto: on GPUs")
+    compile: bool = Field(default=False, description="torch.compile: faster steps after minutes of compilation")
+    gradient_checkpointing: bool = Field(
+        default=False, description="keep only the input of each block and compute the rest twice: less memory"
+    )
+    deterministic: bool = Field(
+        default=False, description="the same bits in every run on a GPU, where it is slower; a CPU needs no setting"
     )
     sync_batch_norm: bool = False
     head_bias: Literal["zero", "prior"] = Field(description="prior: -log C, sigmoids start at 1/C")
@@ -187,9 +215,21 @@ class Recipe(Section):
     keep: Literal["last", "best"] = Field(
         default="last", description="best: held-out labels decide how far the weights move from the start"
     )
+    patience: int | None = Field(
+        default=None,
+        gt=0,
+        description="stop after so many evaluations in a row without a better validation score, and keep the best "
+        "weights; null: never",
+    )
     class_weights: Literal["none", "balanced"]
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="share of a given label that is divided among all classes"
+    )
+    drop_path: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="rate at which training leaves out the last block's branches, less for earlier ones; 0: off",
     )
     optimizer: Optimizer
     augment: Augment
@@ -230,7 +270,11 @@ class Recipe(Section):
             (self.views != "same" and self.labels_once_per_cycle,
              f"views: {self.views} is for labels of each batch; with pseudo_labels: cycle the teacher sees the plain "
              "view already, so leave views out"),
-            (self.accumulate > 1 and "whole_batch" in needs,
+            (self.deterministic and self.cudnn_benchmark is True,
+             "deterministic: true does not go with cudnn_benchmark: true, which chooses algorithms by their time"),
+            (self.compile and self.gradient_checkpointing,
+             "compile: true does not go with gradient_checkpointing: true: set one of them to false"),
+            (self.accumulate not in (1, "auto") and "whole_batch" in needs,
              f"method {self.method} needs the complete batch at once: set accumulate to 1"),
             (self.labelled_share is not None and self.semi == "none",
              "labelled_share needs --semi all or --semi unlabelled: without it every image is labelled"),
@@ -248,6 +292,13 @@ class Recipe(Section):
              f"optimizer.nesterov: true does not go with {self.optimizer.name}"),
             (self.optimizer.name == "relative" and self.optimizer.head_lr is not None,
              "optimizer.head_lr does not go with relative: each tensor has its own rate"),
+            (self.patience is not None and self.evaluate.images == 0,
+             "--patience needs evaluations, and evaluate.images is 0: leave one of them out"),
+            (self.patience is not None and self.optimizer.ema is not None,
+             "--patience does not go with optimizer.ema: evaluations during a run are of the weights that are not "
+             "averaged"),
+            (self.optimizer.name == "relative" and self.optimizer.layer_decay < 1,
+             "optimizer.layer_decay does not go with relative: each tensor has its own rate"),
             (self.head_init == "probe" and self.keep_head is not None,
              "--keep-head and --head-init probe: give one of them"),
         ]  # fmt: skip

@@ -5,11 +5,15 @@ B batch, H and W height and width.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import io
 import os
 import signal
 import struct
+import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +28,7 @@ from torch.nn.functional import interpolate, pad
 from torch.utils.data import DataLoader, Dataset
 from torchvision.io import ImageReadMode
 
+from finetune_mile.core.cores import usable_cores
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Batch, Policy, Preprocess
 from finetune_mile.images.order import Indices, Key, uniforms
@@ -54,6 +59,10 @@ ERASED = (0.02, 0.33)  # share of the area, as torchvision has it
 ERASED_ASPECT = (1 / 3.3, 1 / 0.3)  # width by height
 WEAK_SEED = 2**32  # added to a run's seed, which is below it
 STAND_INS = 100  # bad images in a row that end a run
+PR_SET_PDEATHSIG = 1  # prctl: the signal that a process gets when its parent ends
+_LOADERS: weakref.WeakSet[Any] = weakref.WeakSet()  # loader processes of this process
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_LOADERS.clear)
 NOTHING = -1  # in `bad`: no image was found to stand in
 
 
@@ -319,6 +328,10 @@ class Views(Dataset[tuple[Batch, dict[int, str]]]):
 
     __getitems__ = read  # what torch's loader calls
 
+    def reads_the_same(self, other: Views) -> bool:
+        """Has the other one the same images and preprocessing? Only for plain views."""
+        return type(self) is type(other) and self.images is other.images and self.preprocess == other.preprocess
+
     def _read(self, sample: int, bad: dict[int, str]) -> tuple[Tensor, int]:
         """The image (3, H, W) of a sample, or of its replacement; and the sample that it is of."""
         for _ in range(STAND_INS):
@@ -341,9 +354,64 @@ def batches(views: Views, keys: Iterable[list[Key]], *, workers: int, pin: bool)
     """Batches for lists of keys, in their order, read ahead by `workers` processes."""
     loader = DataLoader(
         views, batch_sampler=keys, num_workers=workers, collate_fn=_unchanged, pin_memory=pin,
-        worker_init_fn=_outlive_sigterm,
+        worker_init_fn=_serve_one_process,
     )  # fmt: skip
-    return _report_bad(views, iter(loader))  # the loader processes start here, not at the first batch
+    return _report_bad(views, _started(loader))
+
+
+class Readers:
+    """Loader processes for every pass over plain images; they stay, because starting them takes seconds.
+
+    They know the image sets that were asked for so far; another one starts them anew.
+    """
+
+    def __init__(self, *, workers: int, pin: bool) -> None:
+        self.workers, self.pin = workers, pin
+        self._known: list[Views] = []
+        self._requests = _Requests()
+        self._loader: DataLoader[tuple[Batch, dict[int, str]]] | None = None
+
+    def batches(self, views: Views, keys: Iterable[list[Key]]) -> Iterator[Batch]:
+        """As the function `batches`; a pass that was not taken to its end is over when the next one begins."""
+        if self.workers == 0 or views.augmentation is not None:
+            return batches(views, keys, workers=self.workers, pin=self.pin)
+        number = next((n for n, known in enumerate(self._known) if known.reads_the_same(views)), len(self._known))
+        if number == len(self._known):
+            self._known.append(views)
+            self._loader = DataLoader(
+                _Several(self._known), batch_sampler=self._requests, num_workers=self.workers, collate_fn=_unchanged,
+                pin_memory=self.pin, worker_init_fn=_serve_one_process, persistent_workers=True,
+            )  # fmt: skip
+        assert self._loader is not None
+        self._requests.passed = ((number, each) for each in keys)
+        return _report_bad(views, _started(self._loader))
+
+
+class _Requests:
+    """The sampler of `Readers`: in each pass, which views and which keys."""
+
+    passed: Iterable[tuple[int, list[Key]]] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.passed)
+
+
+class _Several(Dataset[tuple[Batch, dict[int, str]]]):
+    def __init__(self, known: Sequence[Views]) -> None:
+        self.known = list(known)
+
+    def __getitems__(self, request: tuple[int, list[Key]]) -> tuple[Batch, dict[int, str]]:
+        number, keys = request
+        return self.known[number].read(keys)
+
+
+def _started(loader: DataLoader[tuple[Batch, dict[int, str]]]) -> Iterator[tuple[Batch, dict[int, str]]]:
+    """The batches of a loader, whose processes start here, not at the first batch."""
+    loaded = iter(loader)
+    _LOADERS.update(getattr(loaded, "_workers", ()))
+    atexit.unregister(_end_loaders)
+    atexit.register(_end_loaders)  # the last one is the first to be called, before those of torch and multiprocessing
+    return loaded
 
 
 def _report_bad(views: Views, loaded: Iterator[tuple[Batch, dict[int, str]]]) -> Iterator[Batch]:
@@ -365,18 +433,31 @@ def _unchanged(batch: Any) -> Any:
     return batch  # `Views.read` has put the batch together
 
 
-def _outlive_sigterm(_worker: int) -> None:
-    """SLURM, systemd and torchrun send SIGTERM to every process: a loader must outlive it, so that the run can save.
+def _serve_one_process(_worker: int) -> None:
+    """Make a loader process end with its training process: neither before it nor after it.
 
-    It ends when the run asks it to, or when the run is gone.
+    SLURM, systemd, torchrun and a terminal send their signals to every process of a run. A loader must outlive them, so
+    that the run can save. Where the training process is killed, the kernel ends its loaders (on Linux; elsewhere torch
+    does so within seconds).
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def default_workers(world: int) -> int:
-    """Loader processes for one of `world` training processes: its share of the cores, at most 16."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(16, cores // world))
+def _end_loaders() -> None:
+    """End the loaders that are left when Python ends, which would send them SIGTERM and wait for ever."""
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises an error where a loader is killed
+    for process in _LOADERS:
+        if process.is_alive():
+            process.kill()
+
+
+def default_workers(processes: int) -> int:
+    """Loader processes for one of the training processes of this node: its share of the cores, at most 16."""
+    return max(1, min(16, usable_cores() // processes))
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -134,6 +135,12 @@ def clear_misses(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     return clear / overall, math.sqrt(clear * (1 - clear) / count) / overall
 
 
+@lru_cache(maxsize=4)
+def _on_device(thresholds: tuple[float, ...], device: torch.device) -> Tensor:
+    """(C,), copied once per imitation: in each step the copy would wait for the device."""
+    return torch.tensor(thresholds).to(device)
+
+
 def labels_above(thresholds: tuple[float, ...], beta: float, teacher_logits: Tensor) -> Tensor:
     """Labels (B, C): between beta and 1, in the order of the teacher's outputs; 0 where they are not above.
 
@@ -143,5 +150,5 @@ def labels_above(thresholds: tuple[float, ...], beta: float, teacher_logits: Ten
         teacher_logits: (B, C).
     """
     logits = teacher_logits.float()
-    above = logits > torch.tensor(thresholds, device=logits.device)
+    above = logits > _on_device(thresholds, logits.device)
     return above * (beta + (1 - beta) * logits.sigmoid())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Batch, Pool
-from finetune_mile.learning.losses import given_matrix, shared, smoothed
+from finetune_mile.learning.losses import given_matrix, shared, smoothed, upload
 from finetune_mile.learning.mixing import Mix
 from finetune_mile.learning.optim import set_rate
 from finetune_mile.learning.phases import Decision, MethodState, Phase, StepView, after, drawn
@@ -113,7 +113,7 @@ class Loop:
                 self._step(feeds[phase.pool], record)
                 step = record.step = step + 1
                 if record.ended:
-                    _same_buffers(self.accelerator, self.roles.learner)
+                    self.agree()
                     self.roles.leave(phase)
                 monitor.on_step(record)
 
@@ -152,8 +152,24 @@ class Loop:
             self.average.update()
 
     def learner(self) -> nn.Module:
-        """What is evaluated and exported: the bare learner, with averaged weights where they are kept."""
+        """What is evaluated and exported: the bare learner, with averaged weights where they are kept.
+
+        All processes call it together.
+        """
+        self.agree()
         return self.roles.learner if self.average is None else self.average.network()
+
+    def agree(self) -> None:
+        """Give every process the first one's batch-norm statistics, before they are copied or evaluated.
+
+        Each process keeps its own while it trains: DDP does not broadcast them in every step.
+        """
+        if self.accelerator.num_processes == 1:
+            return
+        names = [name for name, _ in self.roles.learner.named_buffers()]
+        averaged = [] if self.average is None else [self.average.weights[name] for name in names]
+        for buffer in (*self.roles.learner.buffers(), *averaged):
+            torch.distributed.broadcast(buffer, src=0)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -219,7 +235,7 @@ class LabelObjective:
             return given, None
         teacher_logits = None
         if self.store is not None:
-            targets = self.store[batch.samples].to(given.device)
+            targets = upload(self.store[batch.samples], given.device)
         else:
             assert self.roles.teacher is not None
             with torch.no_grad(), self.accelerator.autocast():
@@ -245,7 +261,7 @@ class LabelObjective:
     def _view(self, batch: Batch, given: Tensor, teacher_logits: Tensor | None, step: int) -> StepView:
         environment = None
         if self.environment is not None:
-            environment = self.environment[batch.samples].to(given.device, non_blocking=True)
+            environment = upload(self.environment[batch.samples], given.device)
         return StepView(
             step=step, total_steps=self.total_steps, samples=batch.samples, given=given, teacher_logits=teacher_logits,
             environment=environment, environments=self.environments, class_weights=self.class_weights,
@@ -258,11 +274,3 @@ def label_counts(targets: Tensor, given: Tensor) -> Tensor:
     """Sums over a batch: labels at 0.5 or more, images with none, and given labels (B, C) among them: (3,)."""
     labels = targets >= 0.5
     return torch.stack([labels.sum(), (~labels.any(1)).sum(), (labels & given.bool()).sum()]).float()
-
-
-def _same_buffers(accelerator: Accelerator, learner: nn.Module) -> None:
-    """Give every process the first one's batch-norm statistics before they are copied."""
-    if accelerator.num_processes == 1:
-        return
-    for buffer in learner.buffers():
-        torch.distributed.broadcast(buffer, src=0)

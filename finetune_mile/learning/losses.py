@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,6 +22,11 @@ def given_matrix(labels: Tensor, num_classes: int) -> Tensor:
         return labels.clamp(min=0).float()
     matrix = F.one_hot(labels.clamp(min=0), num_classes).float()
     return matrix * (labels >= 0).unsqueeze(1)
+
+
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on the device; a GPU copies it while the host goes on, which takes pinned memory."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def shared(targets: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from inspect import signature
 from typing import Literal
 
 import torch
@@ -22,11 +23,15 @@ def rate_at(
     warmup: int = 0,
     milestones: tuple[int, ...] = (),
     gamma: float = 0.1,
+    restart: int = 0,
 ) -> float:
     """The share of the base learning rate that step `step` (from 0) is taken with.
 
     A warm-up rises linearly and reaches 1 at its last step; the cosine falls from there to 0 after the last step.
+    After `restart` steps the schedule has ended, and begins anew for the steps that are left.
     """
+    if restart:
+        step, total_steps = (step, restart) if step < restart else (step - restart, total_steps - restart)
     if step < warmup:
         return (step + 1) / warmup
     if schedule == "cosine":
@@ -38,21 +43,46 @@ def rate_at(
 
 
 def parameter_groups(
-    network: nn.Module, *, lr: float, head_lr: float | None, weight_decay: float
+    network: nn.Module, *, lr: float, head_lr: float | None, weight_decay: float, layer_decay: float = 1.0
 ) -> list[dict[str, object]]:
     """Trunk and head, each with and without weight decay: vectors (biases, norms) are never decayed.
 
-    Each group carries its `base_lr`, which `set_rate` multiplies.
+    Each group carries its `base_lr`, which `set_rate` multiplies. With `layer_decay` below 1, each layer of the trunk
+    has groups of its own.
     """
     in_head = {id(p) for p in get_head(network).parameters()}
     groups = []
-    for head in (False, True):
+    for below, layer in list_layers(network, in_head) if layer_decay < 1 else ():
+        groups += decay_groups(layer, lr=lr * layer_decay**below, weight_decay=weight_decay)
+    for head in (True,) if layer_decay < 1 else (False, True):
         members = [p for p in network.parameters() if (id(p) in in_head) == head]
         rate = head_lr if head and head_lr is not None else lr
         # LARS adapts the trunk's matrices also where they do not decay, and never biases and norms; nor a new
         # head that does not decay (as in SimCLR): adapted to its own tiny norm it would hardly learn.
         groups += decay_groups(members, lr=rate, weight_decay=weight_decay, always_adapt=not head)
     return groups
+
+
+def list_layers(network: nn.Module, without: set[int]) -> list[tuple[int, list[nn.Parameter]]]:
+    """The layers of a trunk, as timm groups them (stem and positions, blocks), each with its distance from the head.
+
+    Args:
+        network: one of timm's networks, or a ResNet of ours, whose layers are its blocks.
+        without: ids of the head's parameters.
+    """
+    from timm.models import group_parameters
+
+    if hasattr(network, "group_matcher"):
+        matcher = network.group_matcher(coarse=False)  # type: ignore[operator]
+    else:
+        matcher = {"stem": r"^conv1|^bn1", "blocks": [(r"^layer(\d+)\.(\d+)", None), (r"^(proj|norm)", (99999,))]}
+    layers: dict[int, list[nn.Parameter]] = {}
+    numbers = group_parameters(network, matcher, reverse=True)
+    last = max(numbers.values())
+    for name, parameter in network.named_parameters():
+        if id(parameter) not in without:
+            layers.setdefault(numbers.get(name, last), []).append(parameter)
+    return [(last - number, layers[number]) for number in sorted(layers)]
 
 
 def decay_groups(
@@ -110,17 +140,28 @@ def make_optimizer(
     *,
     momentum: float,
     nesterov: bool,
+    fused: bool = False,
 ) -> torch.optim.Optimizer:
-    """SGD, AdamW (momentum is its first beta), timm's LARS, or Adam for `relative_groups`."""
+    """SGD, AdamW (momentum is its first beta), timm's LARS, or Adam for `relative_groups`.
+
+    Args:
+        name: which one.
+        groups: of parameters, on their device.
+        momentum: of SGD and LARS; the first beta of Adam.
+        nesterov: for SGD.
+        fused: SGD and Adam in one kernel. LARS has none: all tensors of a group together, where timm has that (1.0.31).
+    """
+    one_kernel = True if fused else None  # None: as torch chooses for the device
     if name == "relative":
-        return torch.optim.AdamW(groups, lr=1.0, betas=(momentum, 0.999), eps=1e-12)
+        return torch.optim.AdamW(groups, lr=1.0, betas=(momentum, 0.999), eps=1e-12, fused=one_kernel)
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=1.0, momentum=momentum, nesterov=nesterov and momentum > 0)
+        return torch.optim.SGD(groups, lr=1.0, momentum=momentum, nesterov=nesterov and momentum > 0, fused=one_kernel)
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=1.0, betas=(momentum, 0.999))
+        return torch.optim.AdamW(groups, lr=1.0, betas=(momentum, 0.999), fused=one_kernel)
     from timm.optim import Lars
 
-    optimizer: torch.optim.Optimizer = Lars(groups, lr=1.0, momentum=momentum)
+    together = {"foreach": True} if fused and "foreach" in signature(Lars).parameters else {}
+    optimizer: torch.optim.Optimizer = Lars(groups, lr=1.0, momentum=momentum, **together)
     return optimizer
 
 

@@ -39,6 +39,12 @@ class Phase:
     soft: bool = False  # the teacher's labels are probabilities, not 0 and 1
     continues: bool = False  # optimiser and average go on from the phase before, as in plain training
     values: Any = None  # the method's own frozen values for this phase, such as a threshold
+    label_weight: float = 0.0  # of the loss against the given labels, beside that against the teacher's
+
+    @property
+    def temperature(self) -> float:
+        """What the logits of teacher and learner are divided by."""
+        return float(getattr(self.values, "temperature", 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

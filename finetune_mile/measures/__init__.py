@@ -38,6 +38,12 @@ def say_images(results: Mapping[str, float], *, trial: bool) -> list[str]:
             f"Scores that begin with test_ are of {int(results['test_images']):,} test images, which were scored once, "
             "with the final weights; nothing was chosen on them."
         )
+    if "chosen_step" in results:
+        sentences.append(
+            f"--patience: training ended after {int(results['last_step']):,} steps, and the weights of step "
+            f"{int(results['chosen_step']):,} were chosen by these validation images, so their scores are a little too "
+            "good."
+        )
     if trial:
         sentences.append(
             "Held-out labels of the trial chose how far the weights went (trial/decision.json); their losses are no "

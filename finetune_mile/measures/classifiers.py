@@ -189,7 +189,8 @@ def logits_of(
     import torch
     from accelerate.utils import gather_object
 
-    from finetune_mile.images.pipeline import Views, default_workers, normalise
+    from finetune_mile.core.cores import local_processes
+    from finetune_mile.images.pipeline import Readers, Views, default_workers, normalise
     from finetune_mile.measures.predictions import predict
 
     world, device = accelerator.num_processes, accelerator.device
@@ -198,14 +199,14 @@ def logits_of(
         images = dataclasses.replace(images, read=partial(_as_timm, images.read, model.transform), in_memory=False)
     views = Views(images, model.preprocess, None, 0)
     if workers is None:
-        workers = 0 if images.in_memory else default_workers(world)
+        workers = 0 if images.in_memory else default_workers(local_processes(world))
     share = max(batch_size // world, 1)
     title, quiet = f"{model.name} on {len(images):,} images", not accelerator.is_main_process
     with progress(title, -(-len(images) // (share * world)), quiet=quiet) as advance:
         logits = predict(
             accelerator, model.network.to(device), views, np.arange(len(images)),
             lambda batch: normalise(batch.to(device, non_blocking=True), mean, std),
-            batch_size=share, workers=workers, tick=lambda: advance(1),
+            batch_size=share, readers=Readers(workers=workers, pin=device.type == "cuda"), tick=lambda: advance(1),
         )  # fmt: skip
     bad: dict[int, str] = dict(sorted(gather_object(list(views.bad.items()))))
     if len(bad) > allowed(len(images)):

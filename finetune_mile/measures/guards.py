@@ -182,5 +182,6 @@ def learned_nothing(results: Mapping[str, float], *, steps: int, data: str, advi
     return (
         f"This model learned nothing useful: accuracy {accuracy:.1f} % on {images:,} validation images is {why}. "
         f"Likely causes: {few}{RATES} (try {advice}), {steps:,} steps are too few (raise --steps or --epochs), "
-        f"or the labels are wrong (finetune-mile doctor --data {data})."
+        f"the checkpoint or the image size does not suit the images (--init, --size), or the labels are wrong "
+        f"(finetune-mile doctor --data {data})."
     )

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 Activation = Literal["softmax", "sigmoid"]
-SetRule = Literal["threshold", "argmax_or_threshold"]
+SetRule = Literal["threshold", "argmax_or_threshold", "argmax"]
 BLOCK = 1 << 23  # scores that are ranked at once
 BUCKETS = 1 << 14  # rows at least this long are counted in buckets, shorter ones are sorted
 
 Floats = npt.NDArray[np.floating[Any]]
 THRESHOLDS = (0.25, 0.5)
-RULES: tuple[SetRule, ...] = ("threshold", "argmax_or_threshold")
+RULES: tuple[SetRule, ...] = ("threshold", "argmax_or_threshold", "argmax")
 TABLE_THRESHOLD = 0.25  # of the per-class table
+TAKEN_FOR = "taken_for"  # in the per-class table: the class that most mistakes on this class's images name
 FIRST = (  # in results.json, before all F1
     "images", "images_with_label", "accuracy", "balanced_accuracy", "chance_accuracy", "majority_accuracy",
     "main_accuracy", "top5", "coverage@0.25", "images_with_set", "real_acc", "lrap", "trivial_f1",
@@ -68,7 +69,8 @@ def measure(
         given: (N,) integers, -1 = unlabelled, or (N, C) of 0 and 1.
         truth: (N, C) booleans where the true label sets are known; images with an empty set do not count there.
         activation: how logits become probabilities.
-        prediction_set: the rule of the plain `f1@...` and `coverage@...`; F1 by the other rule has that rule's name.
+        prediction_set: the rule of the plain `f1@...` and `coverage@...`; F1 by the other rules has those rules' names.
+            The best class alone (`argmax`) has no threshold: its F1 is the same at each, and there is no best one.
         rho: the pseudo-label threshold, for f1@rho.
         main: (N,) the class of the main object, where it is known.
         thresholds: more of them for f1@...
@@ -108,6 +110,7 @@ def _given_scores(measured: Measured, logits: Tensor, given: Tensor) -> None:
         sums = torch.bincount(given[labelled], right[labelled], minlength=num_classes)
         measured.table[key] = sums / torch.where(counts > 0, counts, torch.nan)
     measured.by_class["balanced_accuracy"] = measured.table["accuracy"]
+    measured.table[TAKEN_FOR] = most_confused(logits[labelled].argmax(1), given[labelled], num_classes)
 
 
 def _set_scores(
@@ -135,16 +138,18 @@ def _set_scores(
     predicted, hits = threshold_counts(probabilities, truth, thresholds)
     for rule in RULES:
         f1 = f1_of_counts(*apply_rule(predicted, hits, best_is_true, rule), sizes.unsqueeze(1))
-        on_grid = torch.isin(thresholds, grid)
-        best = int(torch.where(on_grid, f1[known].mean(0), -1.0).argmax())
         columns = {name: int(torch.searchsorted(thresholds, torch.tensor(t))) for name, t in named.items()}
-        for name, column in (columns | {"best": best}).items():
-            values = percent(f1[:, column])
-            measured.samples[f"f1_{rule}@{name}"] = values
-            if rule == prediction_set:
-                measured.samples[f"f1@{name}"] = values
+        if rule == "argmax":
+            measured.samples["f1_argmax"] = percent(f1[:, 0])
+        else:
+            on_grid = torch.isin(thresholds, grid)
+            columns["best"] = int(torch.where(on_grid, f1[known].mean(0), -1.0).argmax())
+            for name, column in columns.items():
+                measured.samples[f"f1_{rule}@{name}"] = percent(f1[:, column])
         if rule == prediction_set:
-            measured.facts["best_threshold"] = float(thresholds[best])
+            measured.samples |= {f"f1@{name}": percent(f1[:, column]) for name, column in columns.items()}
+            if "best" in columns:
+                measured.facts["best_threshold"] = float(thresholds[columns["best"]])
 
 
 def _class_scores(measured: Measured, scores: Tensor, probabilities: Tensor, given: Tensor, truth: Tensor) -> None:
@@ -186,16 +191,34 @@ def top_k(scores: Tensor, labels: Tensor, k: int) -> Tensor:
     return (best == labels.unsqueeze(1)).any(1)
 
 
+def most_confused(best: Tensor, given: Tensor, num_classes: int) -> Tensor:
+    """For each class the wrong class that its images are taken for most often, (C,); -1 where none is.
+
+    Args:
+        best: (N,) predicted classes.
+        given: (N,) labels.
+        num_classes: C.
+    """
+    wrong = best != given
+    pairs, counts = (given[wrong] * num_classes + best[wrong]).unique(return_counts=True)
+    ordered = pairs[counts.argsort(stable=True)].numpy()  # numpy: of several values for one place the last one stays
+    taken_for = np.full(num_classes, -1)
+    taken_for[ordered // num_classes] = ordered % num_classes
+    return torch.from_numpy(taken_for)
+
+
 def top_1_in_set(scores: Tensor, truth: Tensor) -> Tensor:
     """Is the best score's class in the true set (ReaL accuracy)? (N,) booleans; truth (N, C) booleans."""
     return truth.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
 
 
 def predicted_set(probabilities: Tensor, threshold: float, rule: SetRule) -> Tensor:
-    """Classes that count as predicted, (N, C) booleans: p > threshold, or that and the best class."""
+    """Classes that count as predicted, (N, C) booleans: p > threshold, or that and the best class, or it alone."""
     predicted = probabilities > threshold
     if rule == "threshold":
         return predicted
+    if rule == "argmax":
+        predicted = torch.zeros_like(predicted)
     return predicted.scatter(1, probabilities.argmax(1, keepdim=True), True)
 
 
@@ -240,6 +263,8 @@ def apply_rule(predicted: Tensor, hits: Tensor, best_is_true: Tensor, rule: SetR
     """Turn counts (N, T) of {p > threshold} into those of a set rule; `best_is_true` (N,) is about the best class."""
     if rule == "threshold":
         return predicted, hits
+    if rule == "argmax":
+        return torch.ones_like(predicted), best_is_true.to(hits).unsqueeze(1).expand_as(hits)
     return predicted.clamp(min=1), torch.where(predicted == 0, best_is_true.long().unsqueeze(1), hits)
 
 

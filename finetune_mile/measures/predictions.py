@@ -7,9 +7,10 @@ logits.
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +20,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.pipeline import Views, batches
-from finetune_mile.measures.metrics import Activation
+from finetune_mile.images.pipeline import Readers, Views
+from finetune_mile.measures.metrics import TAKEN_FOR, Activation
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 FORMAT = b"finetune_mile.logits"
 ROWS = 4096  # in a row group
+PER_CLASS = "per_class.csv"
 
 
 def pick_probe(size: int, count: int) -> Tensor:
@@ -45,7 +48,7 @@ def predict(
     prepare: Callable[[Tensor], Tensor],
     *,
     batch_size: int,
-    workers: int,
+    readers: Readers,
     tick: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Logits (len(indices), C) on the CPU, in the order of `indices`, the same on every process.
@@ -57,7 +60,7 @@ def predict(
         indices: which images.
         prepare: uint8 images to the network's input.
         batch_size: images per forward pass of one process.
-        workers: loader processes.
+        readers: loader processes.
         tick: called after each batch; it may raise to stop.
     """
     was_training = network.training
@@ -66,7 +69,7 @@ def predict(
     mine = indices[rank::world]
     keys = ([(0, int(i)) for i in mine[at : at + batch_size]] for at in range(0, len(mine), batch_size))
     parts = []
-    for batch in batches(views, keys, workers=workers, pin=False):
+    for batch in readers.batches(views, keys):
         with accelerator.autocast():
             parts.append(network(prepare(batch.images)).float())
         tick()
@@ -77,9 +80,10 @@ def predict(
 def _gather(accelerator: Accelerator, parts: list[Tensor], total: int) -> Tensor:
     """Weave the processes' rows back into one order; a shorter share is padded, and may even be empty."""
     world, device = accelerator.num_processes, accelerator.device
-    seen = torch.tensor([sum(map(len, parts)), max((part.shape[1] for part in parts), default=0)], device=device)
-    seen = accelerator.gather(seen.unsqueeze(0))
-    counted, num_classes = int(seen[:, 0].sum()), int(seen[:, 1].max())
+    counted, num_classes = sum(map(len, parts)), max((part.shape[1] for part in parts), default=0)
+    if world > 1:
+        seen = accelerator.gather(torch.tensor([[counted, num_classes]], device=device))
+        counted, num_classes = int(seen[:, 0].sum()), int(seen[:, 1].max())
     if counted != total:
         raise RuntimeError(f"{counted} images were evaluated, expected {total}: this is a bug, please report it")
     mine = torch.cat(parts) if parts else torch.zeros(0, num_classes, device=device)
@@ -206,3 +210,21 @@ def _flags(column: Any, num_classes: int) -> Tensor:
     flags = torch.zeros(len(lists), num_classes, dtype=torch.bool)
     flags[rows, torch.from_numpy(lists.flatten().to_numpy().astype(np.int64))] = True
     return flags
+
+
+def write_per_class(path: Path, classes: Sequence[str], table: Mapping[str, Tensor]) -> None:
+    """Write a line for each class: percent with four digits, counts, names; empty where nothing counts.
+
+    Args:
+        path: the CSV file.
+        classes: C names.
+        table: the columns of `Measured.table`, each (C,).
+    """
+    columns = {name: values.tolist() for name, values in table.items()}
+    if TAKEN_FOR in columns:
+        columns[TAKEN_FOR] = [classes[i] if i >= 0 else "" for i in columns[TAKEN_FOR]]
+    with whole_file(path) as part, part.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["class", *columns])
+        for row in zip(classes, *columns.values(), strict=True):
+            writer.writerow(["" if v != v else f"{v:.4f}" if isinstance(v, float) else v for v in row])

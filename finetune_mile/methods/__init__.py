@@ -70,10 +70,24 @@ def labels_of_rule(phase: Phase, teacher_logits: Tensor) -> Tensor:
 
 
 def named_loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) -> Tensor:
-    """The loss that a phase names: a scalar."""
+    """The loss that a phase names: a scalar.
+
+    Soft labels of a temperature T are compared with the learner's logits divided by T; the loss is multiplied by T^2,
+    so that its gradients keep their size (Hinton et al. 2015; SimCLR-v2's distillation).
+
+    With a `label_weight` w the loss is (1 - w) of that and w of the one against the given labels. Images without a
+    label count as zero there, so that each labelled image has the weight w in the mean over the batch.
+    """
     from finetune_mile.learning.losses import LOSSES
 
-    return LOSSES[phase.loss](logits, targets, step.class_weights)
+    measure, heat = LOSSES[phase.loss], phase.temperature
+    if heat == 1:
+        loss = measure(logits, targets, step.class_weights)
+    else:
+        loss = heat**2 * measure(logits / heat, targets, step.class_weights)
+    if phase.label_weight == 0:
+        return loss
+    return (1 - phase.label_weight) * loss + phase.label_weight * measure(logits, step.given, step.class_weights)
 
 
 def loss_of_new_head(phase: Phase, num_classes: int, labels: float, head_bias: HeadBias) -> float | None:
@@ -85,10 +99,11 @@ def loss_of_new_head(phase: Phase, num_classes: int, labels: float, head_bias: H
         labels: labels per image in the targets.
         head_bias: every sigmoid starts at one half (`zero`) or at 1 / (C + 1) (`prior`).
     """
+    heat = phase.temperature
     if phase.loss == "cross_entropy":
-        return math.log(num_classes)
-    chance = 0.5 if head_bias == "zero" else 1 / (num_classes + 1)
-    return -labels * math.log(chance) - (num_classes - labels) * math.log(1 - chance)
+        return math.log(num_classes) * ((1 - phase.label_weight) * heat**2 + phase.label_weight)
+    chance = 0.5 if head_bias == "zero" else 1 / (num_classes ** (1 / heat) + 1)
+    return heat**2 * (-labels * math.log(chance) - (num_classes - labels) * math.log(1 - chance))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

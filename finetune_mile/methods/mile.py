@@ -46,7 +46,10 @@ class Block(Section):
     k_t: Amount = Field(description="interaction: 200 (steps), '2 epochs' or '5 %' of the budget")
     k_s: Amount = Field(description="imitation, in the same units")
     warmup: Amount | Literal[0] = Field(description="interaction before the first generation; 0: none")
-    last: Amount | None = Field(default=None, description="the last imitation, where it differs from k_s")
+    last: Amount | Literal["rest"] | None = Field(
+        default=None,
+        description="the last imitation, where it differs from k_s; rest: k_s and the steps that fill no generation",
+    )
     rho: Annotated[float | str, AfterValidator(_rho_or_auto)] = Field(
         description="threshold on the teacher's sigmoids; auto: --method auto"
     )
@@ -80,8 +83,8 @@ def in_turn(block: Block, budget: Budget, imitation: dict[str, Any]) -> list[Pha
     """Algorithm 1: k_t steps on the given labels, k_s on the teacher's, until the budget is spent.
 
     The budget, teacher's and student's steps together, is filled exactly. Steps that do not fill a generation go to the
-    first phase, so that the run ends on an imitation. A step or two that are missing to a generation, because shares of
-    a budget were rounded, are taken from the warm-up.
+    first phase (to the last one with `last: rest`), so that the run ends on an imitation. A step or two that are
+    missing to a generation, because shares of a budget were rounded, are taken from the warm-up.
 
     Without a warm-up the first teacher's outputs sit at the prior 1 / C, and a rho near that makes its labels random.
 
@@ -95,15 +98,17 @@ def in_turn(block: Block, budget: Budget, imitation: dict[str, Any]) -> list[Pha
         k_t, k_s = k_t - 1, k_s - 1
     if min(k_t, k_s) < 1:
         raise Problem("k_t and k_s must be at least 1 (2 in the published variant, which takes one step off each)")
-    last = k_s if block.last is None else budget.steps(block.last)
+    last = k_s if block.last is None or block.last == "rest" else budget.steps(block.last)
     generations, rest = divmod(budget.total_steps - warmup - last + k_s, k_t + k_s)
+    if block.last == "rest":
+        last, rest = last + rest, 0
     short = k_t + k_s - rest
     if warmup > short and short <= min(generations + 2, (k_t + k_s) // 10):  # shares of a budget, rounded
         generations, rest = generations + 1, -short
     if generations < 1:
         raise Problem(
-            f"steps: {budget.total_steps} do not hold one generation: warm-up {warmup} + k_t {k_t} + k_s {last}; "
-            "raise --steps or lower k_t and k_s"
+            f"steps: {budget.total_steps} are too few for one generation: warm-up {warmup} + k_t {k_t} + k_s {last}; "
+            "raise --steps, or lower mile.warmup, k_t and k_s"
         )
     check_generations(generations, budget)
     lead = warmup + rest if warmup else 0
@@ -143,9 +148,10 @@ def warnings(block: Block, budget: Budget, generations: int, num_classes: int) -
     if warmup > budget.total_steps / 2:
         sentences.append(f"warm-up is most of the budget: {warmup:,} of {budget.total_steps:,} steps")
     if generations == 1:
-        sentences.append("the budget holds one generation: nothing is iterated")
+        sentences.append("the budget is enough for one generation only; raise --steps, or lower k_t and k_s")
     prior = 1 / num_classes
     if isinstance(block.rho, float) and block.rho <= 2 * prior:
-        rest = "and there is no warm-up: the first labels are junk" if warmup == 0 else "keep the warm-up"
+        random = "there is no warm-up, so the first teacher's labels are random: set mile.warmup or raise --rho"
+        rest = random if warmup == 0 else "keep the warm-up"
         sentences.append(f"rho {block.rho:g} is near the prior 1/C = {prior:g}; {rest}")
     return sentences

@@ -45,7 +45,10 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Soften:
-    """The teacher's probabilities at a temperature: softmax for cross-entropy, sigmoids for BCE."""
+    """The teacher's probabilities at a temperature: softmax for cross-entropy, sigmoids for BCE.
+
+    The loss divides the learner's logits by the same temperature (`methods.named_loss`).
+    """
 
     temperature: float
 
@@ -93,7 +96,9 @@ class Imitation(Section):
     targets: Literal["threshold", "argmax", "soft"]
     loss: Loss
     rho: Rho = Field(description="for `threshold`; also what f1@rho is read at")
-    temperature: float = Field(gt=0, description="for `soft`")
+    temperature: float = Field(
+        gt=0, description="for `soft`: divides the logits of teacher and student; the loss is multiplied by its square"
+    )
     union: bool
     pseudo_labels: Literal["batch", "cycle"]
 

@@ -94,12 +94,16 @@ class State(MethodState):
 
     def rows(self, samples: Tensor, device: Any) -> Tensor:
         """Estimates (B, C) of a batch."""
-        return self.estimates[self.row[samples]].to(device).requires_grad_()
+        from finetune_mile.learning.losses import upload
+
+        return upload(self.estimates[self.row[samples]], device).requires_grad_()
 
     def after_step(self, step: StepView, logits: Tensor) -> None:
         """Move the estimates of the batch of all processes."""
         assert self.change is not None
-        rows = step.gather(self.row[step.samples].to(logits.device)).cpu()
+        from finetune_mile.learning.losses import upload
+
+        rows = step.gather(upload(self.row[step.samples], logits.device)).cpu()
         self.estimates.index_add_(0, rows, step.gather(self.change).cpu())
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 from typing import Literal
 
 import torch
@@ -12,6 +11,7 @@ from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
 from finetune_mile.networks.small import SMALL, GridCell, GridCNN, Mlp, OnFeatures, WithHead
+from finetune_mile.networks.vits import build_timm, is_short
 
 _OURS = (ResNet, GridCNN, GridCell, Mlp, OnFeatures, WithHead)
 HeadBias = Literal["zero", "prior"]
@@ -19,7 +19,7 @@ HeadWeight = Literal["normal", "zero"]
 
 
 def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
-    """Build a network without a head, with random weights: one of ours, `timm:NAME` or `timm:NAME:heads=N`."""
+    """Build a network without a head, with random weights: one of ours, `timm:NAME` or `timm:NAME:key=value,...`."""
     shape = parse_arch(arch)
     if shape is not None:
         return ResNet(shape, padding=padding)
@@ -28,33 +28,12 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
     if arch.startswith(f"{SCHEME}:"):
         fix = "give the same network again, as in load_classifier(RUN, network=...)"
         return WithHead(copy.deepcopy(get_object(arch, "the network", fix)))
-    if not arch.startswith("timm:"):
+    if not arch.startswith("timm:") and not is_short(arch):
         raise Problem(
             f"--arch {arch}: unknown; use resnet18, resnet50, resnet50w2, resnet50-sk, resnet18-cifar, resnet-demo, "
-            "resnet-mini, mlp, grid-cnn, grid-cell, ... or timm:NAME"
+            "resnet-mini, mlp, grid-cnn, grid-cell, vit_small, ... or timm:NAME"
         )
-    import timm
-
-    name, options = split_timm(arch)
-    if not timm.is_model(name):
-        near = ", ".join(timm.list_models(f"*{name}*")[:3])
-        raise Problem(f"--arch {arch}: timm has no model {name!r}" + (f"; near: {near}" if near else ""))
-    try:
-        network: nn.Module = timm.create_model(name, pretrained=False, num_classes=0, **options)
-    except (TypeError, AssertionError) as error:
-        if not options:
-            raise
-        raise Problem(f"--arch {arch}: timm's {name} cannot be built with {options['num_heads']} heads") from error
-    return network
-
-
-def split_timm(arch: str) -> tuple[str, dict[str, int]]:
-    """Split `timm:NAME` or `timm:NAME:heads=N` into timm's name and the arguments for `timm.create_model`."""
-    match = re.fullmatch(r"timm:([^:]*)(?::heads=([1-9]\d*))?", arch)
-    if match is None:
-        example = "timm:vit_small_patch16_224:heads=12"
-        raise Problem(f"--arch {arch}: expected timm:NAME or timm:NAME:heads=N, as in {example}")
-    return match[1], {"num_heads": int(match[2])} if match[2] else {}
+    return build_timm(arch)
 
 
 def new_head(network: nn.Module, num_classes: int, bias: HeadBias, weight: HeadWeight = "normal") -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
-from typing import Literal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.heads import HeadWeight, StandardisedLinear, get_head, set_head
@@ -87,6 +91,64 @@ def choose_trainable(network: nn.Module, trunk: str) -> None:
     chosen |= {id(p) for p in get_head(network).parameters()}
     for parameter in network.parameters():
         parameter.requires_grad_(id(parameter) in chosen)
+
+
+def set_drop_path(network: nn.Module, rate: float) -> None:
+    """Leave out residual branches at random in training (stochastic depth), as timm's `drop_path_rate`, in place.
+
+    Args:
+        network: one of timm's, whose blocks have a place for it.
+        rate: of the last block; earlier ones have less, in proportion to their depth.
+    """
+    from timm.layers import DropPath
+
+    names = ("drop_path", "drop_path1", "drop_path2")
+    places = [[name for name in names if hasattr(module, name)] for module in network.modules()]
+    blocks = [(module, found) for module, found in zip(network.modules(), places, strict=True) if found]
+    if not blocks:
+        raise Problem("drop_path: this network has no blocks for it; timm's transformers, Swin and ConvNeXt have")
+    for depth, (block, found) in enumerate(blocks):
+        for name in found:
+            setattr(block, name, DropPath(rate * depth / max(len(blocks) - 1, 1)))
+
+
+def recompute_blocks(network: nn.Module) -> None:
+    """Keep only the input of each block for the backward pass, which computes the block again; in place."""
+    blocks = blocks_of(network)
+    if not blocks:
+        raise Problem(f"gradient_checkpointing: {type(network).__name__} has no blocks to compute twice; leave it out")
+    for block in blocks:
+        block.__class__ = _recomputed(type(block))  # a copy of the network has its own blocks; a hook would not
+
+
+def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
+    """A block of the same kind that does not keep what its backward pass needs."""
+
+    def forward(self: nn.Module, *inputs: Any) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            return kind.forward(self, *inputs)
+        contexts = partial(_first_and_second, self)
+        return checkpoint(partial(kind.forward, self), *inputs, use_reentrant=False, context_fn=contexts)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _first_and_second(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _statistics_kept(block)
+
+
+@contextmanager
+def _statistics_kept(block: nn.Module) -> Iterator[None]:
+    """Batch norm has counted this batch already: it normalises with it, and its running statistics stay."""
+    norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, (momentum, counted) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, counted
 
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:

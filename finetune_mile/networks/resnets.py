@@ -38,7 +38,11 @@ class Arch:
     project_first: bool = False  # SimCLR and haiku ResNet-18/34: a 1x1 shortcut also in layer1.0
     norm: Literal["batch", "group"] = "batch"
     stem_pool: bool = True  # max-pooling after a 7x7 or a deep stem; lightning-bolts leaves it out on STL-10
+    small_pool: bool = False  # max-pooling after a 3x3 stem, as people keep it for pictures of 64 pixels
     stem_relu: bool = True  # ReLU after bn1; a Sequential of the children of lightly's ResNetGenerator has none
+    groups: int = 1  # of the 3x3 convolutions of bottlenecks: 32 in ResNeXt-50 32x4d
+    inner: int = 64  # channels of a group in a bottleneck, for 64 of the first stage: 128 in a Wide ResNet-50-2
+    stride_first: bool = False  # the stride is in the first 1x1 of a bottleneck: ResNet v1, caffe; else in the 3x3
 
     @property
     def num_features(self) -> int:
@@ -60,25 +64,39 @@ _SUFFIX: dict[str, dict[str, object]] = {
     "gn": {"norm": "group"},
     "nopool": {"stem_pool": False},
     "norelu": {"stem_relu": False},
+    "pool": {"small_pool": True},
+    "v1": {"stride_first": True},
 }
+_BASE = re.compile(
+    r"(?P<wide>wide_)?resne(?P<x>x)?t(?P<depth>\d+)(?:w(?P<w>\d+)|_(?:(?P<g>\d+)x(?P<d>\d+)d|(?P<n>\d+)))?"
+)
 
 
 def parse_arch(name: str) -> Arch | None:
     """Parse a name such as `resnet50`, `resnet50w2` or `resnet50-sk`; None if it is not one of ours.
 
-    The parts after a dash: `sk` selective kernels, `d` ResNet-D, `cifar` a 3x3 stem without pooling
-    (`cifar2`: with solo-learn's padding of 2), `proj` a projection in layer1.0 of a ResNet-18/34,
-    `gn` group instead of batch norm, `nopool` no max-pooling after the stem, `norelu` no ReLU after bn1.
+    `resnext50_32x4d` and `wide_resnet50_2` are named as in torchvision: a wide ResNet is wider inside its bottlenecks
+    only, `resnet50w2` everywhere. The parts after a dash: `sk` selective kernels, `d` ResNet-D, `cifar` a 3x3 stem
+    without pooling (`cifar2`: with solo-learn's padding of 2), `proj` a projection in layer1.0 of a ResNet-18/34,
+    `gn` group instead of batch norm, `nopool` no max-pooling after the stem, `pool` max-pooling after a 3x3 stem,
+    `norelu` no ReLU after bn1, `v1` the stride in the first 1x1 of a bottleneck.
     """
     base, *suffixes = name.split("-")
     if "-".join([base, *suffixes[:1]]) in NAMED:
         arch, suffixes = NAMED["-".join([base, suffixes[0]])], suffixes[1:]
     else:
-        match = re.fullmatch(r"resnet(\d+)(?:w(\d+))?", base)
-        if match is None or int(match[1]) not in DEPTHS:
+        match = _BASE.fullmatch(base)
+        if match is None or int(match["depth"]) not in DEPTHS or len(base) > 30:
             return None
-        block, layers = DEPTHS[int(match[1])]
-        arch = Arch(block=block, layers=layers, width=64 * int(match[2] or 1))
+        block, layers = DEPTHS[int(match["depth"])]
+        if (bool(match["wide"]), bool(match["x"])) != (bool(match["n"]), bool(match["g"])):
+            return None
+        if block == "basic" and (match["n"] or match["g"]):
+            return None
+        arch = Arch(
+            block=block, layers=layers, width=64 * int(match["w"] or 1), groups=int(match["g"] or 1),
+            inner=int(match["d"] or 64 * int(match["n"] or 1)),
+        )  # fmt: skip
     for suffix in suffixes:
         if suffix not in _SUFFIX:
             return None
@@ -99,8 +117,17 @@ def name_arch(arch: Arch) -> str:
         depth = next((d for d, s in DEPTHS.items() if s == (arch.block, arch.layers)), None)
         if depth is None or arch.width % 64:
             raise LookupError(f"{arch.block} blocks {arch.layers}, width {arch.width}")
-        base = f"resnet{depth}" + (f"w{arch.width // 64}" if arch.width != 64 else "")
+        base = _base_name(arch, depth)
     return "-".join([base, *suffixes])
+
+
+def _base_name(arch: Arch, depth: int) -> str:
+    if (arch.groups, arch.inner) == (1, 64):
+        return f"resnet{depth}" + (f"w{arch.width // 64}" if arch.width != 64 else "")
+    if arch.width != 64 or (arch.groups == 1 and arch.inner % 64):
+        raise LookupError(f"{arch.groups} groups of {arch.inner} channels, width {arch.width}")
+    wide = f"wide_resnet{depth}_{arch.inner // 64}"
+    return wide if arch.groups == 1 else f"resnext{depth}_{arch.groups}x{arch.inner}d"
 
 
 # ----------------------------------------------------------------------------------------- padding
@@ -140,10 +167,10 @@ class TFShortcutPool(nn.Module):
         return F.avg_pool2d(padded, 2, self.stride)
 
 
-def _conv(inputs: int, outputs: int, kernel: int, stride: int, padding: Padding) -> nn.Conv2d:
+def _conv(inputs: int, outputs: int, kernel: int, stride: int, padding: Padding, groups: int = 1) -> nn.Conv2d:
     if padding == "same" and stride > 1:
-        return SameConv2d(inputs, outputs, kernel, stride, bias=False)
-    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+        return SameConv2d(inputs, outputs, kernel, stride, groups=groups, bias=False)
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
 
 
 def _norm(arch: Arch, channels: int) -> nn.Module:
@@ -173,7 +200,7 @@ class SelectiveKernel(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block, basic (two 3x3) or bottleneck (1x1, 3x3 with the stride, 1x1)."""
+    """A residual block, basic (two 3x3) or bottleneck (1x1, 3x3 with the stride, 1x1; `stride_first`: in the 1x1)."""
 
     def __init__(self, arch: Arch, inputs: int, channels: int, stride: int, padding: Padding, *, first: bool) -> None:
         super().__init__()
@@ -185,14 +212,16 @@ class Block(nn.Module):
             self.conv2: nn.Module = _conv(channels, channels, 3, 1, padding)
             self.bn2 = _norm(arch, channels)
         else:
-            self.conv1 = _conv(inputs, channels, 1, 1, padding)
-            self.bn1 = _norm(arch, channels)
+            inner = channels * arch.inner // 64 * arch.groups
+            first_stride, second_stride = (stride, 1) if arch.stride_first else (1, stride)
+            self.conv1 = _conv(inputs, inner, 1, first_stride, padding)
+            self.bn1 = _norm(arch, inner)
             if arch.sk:
-                self.conv2 = SelectiveKernel(channels, stride, padding)
+                self.conv2 = SelectiveKernel(inner, second_stride, padding)
             else:
-                self.conv2 = _conv(channels, channels, 3, stride, padding)
-                self.bn2 = _norm(arch, channels)
-            self.conv3 = _conv(channels, outputs, 1, 1, padding)
+                self.conv2 = _conv(inner, inner, 3, second_stride, padding, arch.groups)
+                self.bn2 = _norm(arch, inner)
+            self.conv3 = _conv(inner, outputs, 1, 1, padding)
             self.bn3 = _norm(arch, outputs)
         self.downsample: nn.Module | None = None
         if first and (stride > 1 or inputs != outputs or arch.project_first):
@@ -246,7 +275,8 @@ class ResNet(nn.Module):
         self.maxpool: nn.Module = nn.MaxPool2d(3, 2, padding=1)
         if padding in ("tf", "same"):
             self.maxpool = SameMaxPool2d(3, 2)
-        if arch.stem.startswith("cifar") or arch.stem == "small" or not arch.stem_pool:
+        small = arch.stem.startswith("cifar") or arch.stem == "small"
+        if not (arch.small_pool if small else arch.stem_pool):
             self.maxpool = nn.Identity()
         inputs = arch.width
         for stage, depth in enumerate(arch.layers):
@@ -286,6 +316,6 @@ class ResNet(nn.Module):
         """Images (B, 3, H, W) to logits (B, C), or to features (B, D) where there is no head."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for stage in range(len(self.arch.layers)):
-            x = self.get_submodule(f"layer{stage + 1}")(x)
+            x = getattr(self, f"layer{stage + 1}")(x)  # torch 2.6 cannot export get_submodule
         out: Tensor = self.fc(self.proj(torch.flatten(self.avgpool(x), 1)))
         return out

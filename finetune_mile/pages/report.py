@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from finetune_mile.config.resolve import to_yaml
@@ -16,6 +17,7 @@ from finetune_mile.measures import closing_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from finetune_mile.pretraining.run import Setup as PretrainSetup
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
 
 INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
 GALLERY = 18
+CLASS_COLUMNS = {  # of per_class.csv, in the table of classes
+    "given": "images", "accuracy": "accuracy, %", "taken_for": "most often taken for", "true": "images with it",
+    "precision@0.25": "precision at 0.25, %", "recall@0.25": "recall, %", "f1@0.25": "F1, %",
+}  # fmt: skip
+MOST_CLASSES = 1000  # in that table
 VIEWED, CELL = 12, 84  # images whose views a pre-training run shows, and about how large
 
 
@@ -47,11 +54,19 @@ def data_url(png: bytes) -> str:
 
 
 def write_report(
-    setup: Setup, shown: Tensor, folder: RunFolder, results: dict[str, float], notes: list[str], warning: str | None
-) -> None:
-    """Write report.html into the run folder; `shown` are the learner's logits on the `gallery_images`.
+    setup: Setup, shown: Tensor, folder: RunFolder, results: dict[str, float], tables: dict[str, dict[str, Tensor]],
+    notes: list[str], warning: str | None,
+) -> None:  # fmt: skip
+    """Write report.html into the run folder.
 
-    `notes` are sentences about the results.
+    Args:
+        setup: of the run.
+        shown: the learner's logits (n, C) on the `gallery_images`.
+        folder: of the run.
+        results: of results.json.
+        tables: file name to the columns (C,) of per_class.csv.
+        notes: sentences about the results.
+        warning: a sentence for the top of the page.
     """
     unread = [say_skipped(int(results["bad_images"]), Path("bad_images.csv"))] if results.get("bad_images") else []
     unread += [say_unreadable(setup.data.unreadable)] if setup.data.unreadable else []
@@ -65,6 +80,7 @@ def write_report(
         recipe=setup.recipe,
         data=setup.data.name,
         rows=closing_rows(results),
+        per_class={name: class_rows(setup.data.classes, table) for name, table in tables.items()},
         notes=[*notes, *unread],
         plots={name: embed(figure) for name, figure in plots.items() if figure is not None},
         verdicts=[r for r in records if r["kind"] == "gate"],
@@ -73,6 +89,23 @@ def write_report(
         settings=to_yaml(setup.recipe),
         info=folder.info,
     )
+
+
+def class_rows(classes: tuple[str, ...], table: dict[str, Tensor]) -> list[dict[str, str]]:
+    """Lines of a table of classes, the lowest score first: title of a column to text; columns of `table` are (C,)."""
+    columns = {key: table[key].tolist() for key in CLASS_COLUMNS if key in table}
+    score = next(columns[key] for key in ("accuracy", "f1@0.25") if key in columns)
+    order = sorted(range(len(classes)), key=lambda i: (score[i] != score[i], score[i]))[:MOST_CLASSES]
+
+    def text(key: str, value: float) -> str:
+        if key == "taken_for":
+            return classes[int(value)] if value >= 0 else ""
+        return "" if value != value else f"{value:.1f}" if isinstance(value, float) else f"{value:,}"
+
+    return [
+        {"class": classes[i]} | {CLASS_COLUMNS[key]: text(key, values[i]) for key, values in columns.items()}
+        for i in order
+    ]
 
 
 def plot_figure(columns: int, title: str) -> tuple[Figure, list[Any]]:
@@ -88,9 +121,20 @@ def plot_figure(columns: int, title: str) -> tuple[Figure, list[Any]]:
 
 
 def embed(figure: Figure) -> str:
+    return data_url(_png(figure))
+
+
+def pixels(figure: Figure) -> NDArray[np.uint8]:
+    """A figure as an image (H, W, 3), for trackers."""
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(_png(figure))).convert("RGB"))
+
+
+def _png(figure: Figure) -> bytes:
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=130)
-    return data_url(stream.getvalue())
+    return stream.getvalue()
 
 
 def loss_plot(records: list[dict[str, Any]]) -> Figure | None:
@@ -178,6 +222,25 @@ def gallery(setup: Setup, logits: Tensor) -> list[dict[str, object]]:
         picture = data_url(png_of(centre_view(val.read(index), setup.viewer.preprocess)))
         shown.append({"picture": picture, "given": ", ".join(names), "found": predicted, "missed": missed})
     return shown
+
+
+def gallery_figure(items: list[dict[str, Any]]) -> Figure | None:
+    """The images of `gallery` in one figure, each with its given label and the labels found."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    if not items:
+        return None
+    columns = 6
+    rows = -(-len(items) // columns)
+    figure = Figure(figsize=(2 * columns, 2.5 * rows), layout="constrained")
+    for place, item in enumerate(items, 1):
+        axis = figure.add_subplot(rows, columns, place)
+        axis.imshow(np.asarray(Image.open(io.BytesIO(base64.b64decode(item["picture"].partition(",")[2])))))
+        axis.axis("off")
+        found = ", ".join(f"{label['name']} {label['p']}" for label in item["found"][:2])
+        axis.set_title(f"given {item['given']}\nfound {found or 'nothing'}", fontsize=7, parse_math=False)
+    return figure
 
 
 def png_of(image: Tensor) -> bytes:

@@ -6,12 +6,14 @@ import argparse
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from finetune_mile.config.flags import Parser
 from finetune_mile.config.resolve import set_settings
+from finetune_mile.core.cores import usable_cores
 from finetune_mile.core.files import locked
 from finetune_mile.core.problems import Problem
 from finetune_mile.paper.tables.description import find_table, quick_table, read_table, shipped_tables
@@ -28,6 +30,7 @@ from finetune_mile.paper.tables.runs import (
     states_of,
     yaml_value,
 )
+from finetune_mile.paper.tables.upstream import Verdict, compare
 from finetune_mile.paper.tables.writing import EXTRA, write_extra, write_ledger
 
 EPILOG = """examples:
@@ -57,6 +60,7 @@ def build_parser() -> Parser:
     parser.add_argument("--seeds", metavar="0,1", help="run these seeds only")
     parser.add_argument("--again", action="store_true", help="replace runs whose settings are not the table's any more")
     parser.add_argument("--commands", choices=("shell", "slurm"), help="print the missing runs' commands instead")
+    parser.add_argument("--gpus", type=int, default=8, metavar="N", help="of each run in --commands slurm (default: 8)")
     parser.add_argument("--launch", metavar="WORDS", help=f"start each run by itself with these (printed: {LAUNCH})")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                         help="a setting for every run, such as data=folder:photos")  # fmt: skip
@@ -93,6 +97,11 @@ def main(argv: list[str]) -> int:
     picked = {job.key for job in pick(jobs, options.only, seeds_of(options.seeds))}
     chosen = [s for s in states if s.job.key in picked]
     launch = options.launch or LAUNCH
+    if options.gpus < 1:
+        raise Problem(f"--gpus {options.gpus}: must be 1 or more")
+    if options.commands == "slurm" and options.launch is None:  # port 0: a free one, as arrays share nodes
+        several = "--multi_gpu " if options.gpus > 1 else ""
+        launch = f"{LAUNCH} {several}--num_machines 1 --num_processes {options.gpus} --main_process_port 0"
     if options.dry_run:
         sys.stdout.write(dry_run(chosen, launch) + "\n")
         return 0
@@ -101,11 +110,11 @@ def main(argv: list[str]) -> int:
             fate = "is replaced" if options.again else "does not count; --again replaces it"
             sys.stderr.write(f"warning: {state.job.folder} was run with other settings ({state.why}): it {fate}\n")
     missing = [s for s in chosen if s.status != "done" and (options.again or s.status != "stale")]
-    commands = [command_for(s, runs, options.launch) for s in missing]
+    commands = [command_for(s, runs, options.launch, requeued=options.commands == "slurm") for s in missing]
     if options.commands:
         lines = [shell_line(command.verb, command.arguments, launch) for command in commands]
         if commands and options.commands == "slurm":
-            lines = slurm_script(commands, jobs, launch, path.stem)
+            lines = slurm_script(commands, jobs, launch, path.stem, options.gpus)
         sys.stdout.writelines(f"{line}\n" for line in lines)
         return 0
     code = 0
@@ -135,7 +144,7 @@ def seeds_of(text: str | None) -> list[int] | None:
 def run(jobs: Sequence[Job], commands: Sequence[Command], runs: Path, parallel: int | None) -> int:
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if parallel is not None and parallel < 1:
         raise Problem(f"--jobs {parallel}: must be 1 or more")
     own = os.environ.get("FINETUNE_MILE_THREADS")
@@ -188,18 +197,28 @@ def _statuses(states: Sequence[RunState]) -> str:
 
 
 def settings_and_sources(state: RunState) -> list[str]:
-    """Settings that flags gave, or whose source the recipe names: `key = value   who set it; where it is from`."""
+    """Settings that flags gave, or whose source the recipe names: `key = value   who set it; where it is from`.
+
+    Before that upstream's value beside ours, where recipes/upstream.yaml knows it: equal, ours or unknown.
+    """
     resolved, meaning = state.meaning.resolved, state.meaning
     if resolved is None:
         return [f"{key} = {yaml_value(value)}" for key, value in meaning.tree.items()]
     lines = [f"recipe = {resolved.path.stem}   {resolved.why}"]
+    beside = compare(f"{resolved.path.parent.name}/{resolved.path.stem}", meaning.tree)
+    if beside:
+        counts = Counter(each.verdict for each in beside.values())
+        told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict))
+        lines.append(f"upstream = {told}   recipes/upstream.yaml")
     for key, value in meaning.tree.items():
         speaker = resolved.said_by.get(key, "")
         source = resolved.sources.get(key) or resolved.sources.get(key.rpartition(".")[0], "")
         if key == "seed" or (key == "data" and not meaning.data_here):
             continue
-        if speaker.startswith("--") or source:
-            lines.append(f"{key} = {yaml_value(value)}   " + "; ".join(part for part in (speaker, source) if part))
+        if speaker.startswith("--") or source or key in beside:
+            upstream = [f"[{beside[key].sentence}]"] if key in beside else []
+            said = "; ".join(part for part in (speaker, source) if part)
+            lines.append(f"{key} = {yaml_value(value)}   " + " ".join([*upstream, said]).rstrip())
     if not meaning.data_here:
         lines.append("data = imagenet   found by IMAGENET_DIR when it is run; it is not on this machine")
     return lines
@@ -208,31 +227,65 @@ def settings_and_sources(state: RunState) -> list[str]:
 # --------------------------------------------------------------------------------------------------------- --commands
 
 
-def slurm_script(commands: Sequence[Command], jobs: Sequence[Job], launch: str, name: str) -> list[str]:
-    """The lines of a script that submits one array per level: a level needs only the levels before it."""
-    missing, levels = {command.key for command in commands}, dict[RunKey, int]()
-    for job in jobs:  # prerequisites come first
-        before = [levels[need] + (need in missing) for need in job.needs.values() if need in levels]
-        levels[job.key] = max(before, default=0)
-    groups: dict[int, list[Command]] = {}
-    for command in commands:
-        groups.setdefault(levels[command.key], []).append(command)
+# What a task does. The run is a process group of its own: launchers do not all pass a signal on, and may end first.
+SLURM_TASK = """\
+set -m
+"$@" &
+run=$!
+requeue=
+trap 'kill -TERM -- "-$run" 2> /dev/null' TERM
+trap 'requeue=1; kill -TERM -- "-$run" 2> /dev/null' USR1
+while kill -0 -- "-$run" 2> /dev/null; do
+  wait "$run"
+  sleep 1
+done
+wait "$run"
+code=$?
+if [ -n "$requeue" ] && [ "$code" != 0 ]; then
+  scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+fi
+exit "$code"
+"""
+
+
+def slurm_script(commands: Sequence[Command], jobs: Sequence[Job], launch: str, name: str, gpus: int) -> list[str]:
+    """The lines of a script that submits an array for the runs that need the same runs, each after those alone."""
+    missing, needs = {command.key for command in commands}, {job.key: job.needs.values() for job in jobs}
+    groups: dict[tuple[RunKey, ...], list[Command]] = {}
+    for command in commands:  # prerequisites come first
+        groups.setdefault(tuple(dict.fromkeys(key for key in needs[command.key] if key in missing)), []).append(command)
     lines = [
-        "#!/bin/bash", f"# Runs of the table {name}: bash THIS_FILE submits {len(groups)} array(s), in order.",
-        "# SBATCH_OPTIONS takes more options, such as '--gres=gpu:1 --time=24:00:00 --cpus-per-task=8'.",
-        "set -euo pipefail", "after=",
+        "#!/bin/bash", f"# Runs of the table {name}: bash THIS_FILE submits {len(groups)} array(s).",
+        "# Five minutes before the time limit a run saves, stops and is queued again; a preempted one continues too.",
+        "# SBATCH_OPTIONS takes more options, such as '--time=24:00:00 --cpus-per-task=64 --partition=gpu'.",
+        "set -euo pipefail",
     ]  # fmt: skip
-    for number, group in sorted(groups.items()):
+    task_of: dict[RunKey, str] = {}
+    for number, (before, group) in enumerate(groups.items()):
+        task_of |= {command.key: f"${{job{number}}}_{task}" for task, command in enumerate(group)}
+        after = "".join(f":{task_of[key]}" for key in before)
+        dependency = f"--dependency=afterok{after} --kill-on-invalid-dep=yes " if after else ""
         lines += [
             "",
-            f"job=$(sbatch --parsable --job-name={shlex.quote(Path(name).stem)}-{number} --array=0-{len(group) - 1} "
-            "${after:+--dependency=afterok:$after} ${SBATCH_OPTIONS:-} <<'RUNS'",
+            f"job{number}=$(sbatch --parsable --job-name={shlex.quote(Path(name).stem)}-{number} "
+            f"--array=0-{len(group) - 1} {dependency}--requeue --open-mode=append --signal=B:USR1@300 "
+            f"--nodes=1 --ntasks=1 --gres=gpu:{gpus} ${{SBATCH_OPTIONS:-}} <<'RUNS'",
             "#!/bin/bash",
             "case $SLURM_ARRAY_TASK_ID in",
-            *(f"  {i}) {shell_line(command.verb, command.arguments, launch)} ;;" for i, command in enumerate(group)),
+            *(f"  {task}) set -- {_task_line(command, launch)} ;;" for task, command in enumerate(group)),
             "esac",
+            *SLURM_TASK.splitlines(),
             "RUNS",
             ")",
-            "after=$job",
-        ]
+        ]  # fmt: skip
     return lines
+
+
+def _task_line(command: Command, launch: str) -> str:
+    """The words of a run. One that is replaced is replaced once, and continued when it is queued again."""
+    words = list(command.arguments)
+    if "--overwrite" not in words:
+        return shell_line(command.verb, words, launch)
+    words.remove("--overwrite")
+    again = '$([ "${SLURM_RESTART_COUNT:-0}" = 0 ] && echo --overwrite || echo --resume auto)'
+    return f"{shell_line(command.verb, words, launch)} {again}"

@@ -127,14 +127,14 @@ class Neighbours(Section):
 class Pretrain(Section):
     """A whole pre-training run."""
 
-    data: str = Field(description="any --data of run.py; labels are not looked at")
+    data: str = Field(description="any --data of finetune-mile run; labels are not used")
     method: Method
     arch: str = Field(description="resnet-mini, resnet18-cifar, resnet50, timm:NAME, ...")
     size: int | None = Field(gt=0, description="side of a view; null: the short side of the first image")
     source_size: int | None = Field(
         gt=0, description="side that images are brought to before views are cut out of them; null: size"
     )
-    mean: tuple[float, float, float] = Field(description="of the pixels in [0, 1]; goes on with the checkpoint")
+    mean: tuple[float, float, float] = Field(description="of the pixels in [0, 1]; is kept with the checkpoint")
     std: tuple[Positive, Positive, Positive]
     seed: Seed
     steps: int = Field(gt=0, le=MOST_STEPS)
@@ -146,7 +146,7 @@ class Pretrain(Section):
     byol: BYOL | None = None
     swav: SwAV | None = None
     neighbours: Neighbours
-    precision: Annotated[Literal["no", "fp16", "bf16"], NO] = "no"
+    precision: Annotated[Literal["no", "tf32", "fp16", "bf16", "auto"], NO] = "no"
     sync_batch_norm: bool = False
     workers: int | None = Field(
         default=None, ge=0, le=MOST_WORKERS, description="loader processes; null: from the cores"

@@ -38,10 +38,18 @@ from finetune_mile.pretraining.recipe import Pretrain
 from finetune_mile.pretraining.views import SEEDS, ViewKind, draw, make_view
 from finetune_mile.training import resume
 from finetune_mile.training.display import Display
-from finetune_mile.training.folder import RunFolder, open_on_main
+from finetune_mile.training.folder import RunFolder, open_on_main, requested_settings
 from finetune_mile.training.monitor import Monitor, recorded
 from finetune_mile.training.plan import Plan
-from finetune_mile.training.processes import Signals, start, wanted_precision, warn_of_spread, weight_spread
+from finetune_mile.training.processes import (
+    Signals,
+    computing,
+    start,
+    uses_gpu,
+    wanted_precision,
+    warn_of_spread,
+    weight_spread,
+)
 from finetune_mile.training.setup import Viewer
 
 CHECKPOINT = "checkpoint.ckpt"
@@ -55,6 +63,7 @@ class Setup:
     """A pre-training run before its first step. S is `source_size`, s is `size`."""
 
     recipe: Pretrain  # its sizes are known
+    requested: Pretrain
     viewer: Viewer
     plan: Plan
     method: nn.Module  # the network and what its method puts around it
@@ -105,8 +114,7 @@ class Setup:
             stored = self.stored
             sources = (stored[torch.tensor([sample for _, sample in keys])] for keys in theirs)
         else:
-            pin = self.accelerator.device.type == "cuda"
-            read = batches(self.plain(), theirs, workers=self.viewer.workers, pin=pin)
+            read = batches(self.plain(), theirs, workers=self.viewer.workers, pin=self.viewer.pin)
             sources = (batch.images for batch in read)
         device, recipe = self.accelerator.device, self.recipe
         mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (recipe.mean, recipe.std))
@@ -185,7 +193,7 @@ def set_up(recipe: Pretrain, path: Path, signals: Signals) -> Setup:
         raise Problem(f"--data {recipe.data}: {len(data.train)} images; views can only be told apart among several")
     size = recipe.size or min(data.train.read(0).shape[-2:])
     sizes = {"size": size, "source_size": recipe.source_size or size, "precision": precision}
-    recipe = recipe.model_copy(update=sizes)
+    requested, recipe = recipe, recipe.model_copy(update=sizes)
     viewer = Viewer(
         accelerator=accelerator, signals=signals, data=data, seed=recipe.seed, wanted_workers=recipe.workers,
         preprocess=Preprocess(mean=recipe.mean, std=recipe.std, size=size, crop=1.0),
@@ -199,12 +207,13 @@ def set_up(recipe: Pretrain, path: Path, signals: Signals) -> Setup:
     )
     trunk = build(recipe.arch)
     method = METHODS[recipe.method](trunk, cast(int, trunk.num_features), recipe, plan.steps)
-    return Setup(recipe=recipe, viewer=viewer, plan=plan, method=method)
+    return Setup(recipe=recipe, requested=requested, viewer=viewer, plan=plan, method=method)
 
 
 def open_folder(setup: Setup, path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
     """The run folder with all that is known before the first step; the first process makes or completes it."""
-    facts = {"verb": "pretrain", "images": len(setup.images)}
+    requested = requested_settings(setup.requested, setup.recipe)
+    facts = {"verb": "pretrain", "images": len(setup.images), "requested": requested}
     return open_on_main(setup.accelerator, path, to_yaml(setup.recipe), {}, facts, resume=resume, overwrite=overwrite)
 
 
@@ -219,7 +228,8 @@ def train(setup: Setup, folder: RunFolder) -> int:
         pace = round(1000 * monitor.busy_seconds / monitor.steps_seen, 1) if monitor.steps_seen else None
         return {"milliseconds_per_step": pace, **warn_of_spread(spread)}
 
-    return recorded(setup.accelerator, folder, setup.viewer.signals, work)
+    with computing(precision=setup.recipe.precision, benchmark=uses_gpu()):
+        return recorded(setup.accelerator, folder, setup.viewer.signals, work)
 
 
 def train_steps(setup: Setup, folder: RunFolder) -> tuple[float | None, Monitor]:

@@ -13,15 +13,19 @@ from rich.console import Console
 from rich.table import Table
 
 from finetune_mile.config.resolve import Resolved, flat
+from finetune_mile.config.schema import Recipe
 from finetune_mile.images.index import say_unreadable
 from finetune_mile.learning.phases import Phase, trace
-from finetune_mile.training.plan import Plan, unintended
+from finetune_mile.training.plan import MOST_LABELS, Plan, has_trial, unintended
 
 if TYPE_CHECKING:
     from finetune_mile.training.setup import Setup
 
 SHOWN_PHASES = 8
 SCHEDULE = ("mile.k_t", "mile.k_s", "mile.rho", "mile.warmup", "batch_size", "steps", "epochs")
+SWITCHES = (
+    "channels_last", "cudnn_benchmark", "fused_optimizer", "compile", "gradient_checkpointing", "deterministic",
+)  # fmt: skip
 PIPED_WIDTH = 240  # columns where no terminal says how many there are: a setting is a line
 
 
@@ -41,14 +45,19 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
         f"init    {setup.card.name}: {report.arch}, {report.format} ({report.why}); "
         f"{len(report.loaded)} tensors loaded, {len(report.reset)} new, {len(report.dropped)} ignored"
     )
+    if report.assumed:
+        out.print(f"        assumed: {'; '.join(report.assumed)}", markup=False)
+    if report.others:
+        others = ", ".join(f"::{name}" for name in report.others)
+        out.print(f"        other backbones in the file: {others} ({report.reason})", markup=False)
     labelled, everything = len(setup.pools.indices["labelled"]), len(setup.pools.images)
-    aside = len(setup.pools.calibration)
+    aside, size = len(setup.pools.calibration), setup.viewer.preprocess.size
     out.print(
         f"data    {setup.data.name}: {labelled:,} of {everything:,} training images keep their label, "
         f"{f'{aside:,} are held out for rho: auto, ' if aside else ''}"
-        f"{len(setup.data.val):,} to evaluate on, "
-        f"{'' if setup.data.test is None else f'{len(setup.data.test):,} to test on at the end, '}"
-        f"{setup.num_classes:,} classes"
+        f"{len(setup.data.val):,} validation images, "
+        f"{'' if setup.data.test is None else f'{len(setup.data.test):,} test images (scored once, at the end), '}"
+        f"{setup.num_classes:,} classes, shown at {size} x {size} pixels (--size)"
     )
     given = setup.data.train.given
     unused = len(given) - int(((given > 0).any(1) if given.ndim == 2 else given >= 0).sum())
@@ -70,9 +79,9 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
             "start   the classifier is a linear probe of the labelled images"
             f"{', batch norm is frozen' if recipe.batch_norm == 'frozen' else ''}"
             f"{rate if recipe.optimizer.name == 'relative' else ''}"
-            f"{', a trial decides how far the weights go' if recipe.keep == 'best' else ''}"
+            f"{how_far(recipe, labelled)}"
         )
-    share = recipe.batch_size // (world * recipe.accumulate)
+    share = recipe.batch_size // (world * int(recipe.accumulate))
     out.print(
         f"method  {recipe.method} ({recipe.variant} variant): {plan.total_steps:,} steps = "
         f"{plan.total_steps / plan.steps_per_epoch:.1f} epochs in {len(plan.phases)} phase"
@@ -83,6 +92,18 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
         f"batch   {recipe.batch_size} = {world} process{'es' if world > 1 else ''} x {recipe.accumulate} x {share}, "
         f"on {setup.accelerator.device} with {_threads()} threads, precision {recipe.precision}"
     )
+    on, off = ([name for name in SWITCHES if getattr(recipe, name) is value] for value in (True, False))
+    if full or on:
+        out.print(f"speed   on: {', '.join(on) or 'nothing'}; off: {', '.join(off) or 'nothing'} (docs/gpus.md)")
+
+
+def how_far(recipe: Recipe, labelled: int) -> str:
+    """What decides how far the weights of a run with so many labels go; empty where they go all the way."""
+    if has_trial(recipe, labelled):
+        return ", a trial decides how far the weights go"
+    if recipe.keep == "best" and labelled <= MOST_LABELS:
+        return f", {labelled:,} labels are too few for a trial, so the weights go half of the way"
+    return ""
 
 
 def steps_of(plan: Plan, name: str) -> int:
@@ -99,7 +120,7 @@ def _threads() -> int:
 def settings_table(recipe: BaseModel, said_by: Mapping[str, str], sources: Mapping[str, str]) -> Table:
     """Every setting, its value, who said so, and where it is from."""
     table = Table(
-        "setting", "value", "said by", "source", title="recipe", title_justify="left", box=None, pad_edge=False
+        "setting", "value", "set by", "source", title="recipe", title_justify="left", box=None, pad_edge=False
     )
     for dotted, leaf in flat(recipe.model_dump(mode="json")).items():
         shown = yaml.safe_dump(leaf, default_flow_style=True).removesuffix("...\n").strip()

@@ -427,7 +427,7 @@ def _fill(
     size = max(viewer.batch_size // world, 1)
     parts = [mine[at : at + FLUSH] for at in range(0, share, FLUSH)]  # as many in every process
     keys = [[(view, int(i)) for i in part[at : at + size]] for part in parts for at in range(0, len(part), size)]
-    loaded = batches(views, keys, workers=viewer.workers, pin=False)
+    loaded = batches(views, keys, workers=viewer.workers, pin=viewer.pin)
     like = store.features(split, view)
     with store.file(split, view, "npy").open("r+b") as target, store.file(split, view, "done").open("r+b") as record:
         for part in parts:

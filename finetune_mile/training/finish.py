@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -19,8 +20,18 @@ from finetune_mile.images.index import say_skipped
 from finetune_mile.images.splits import label_names
 from finetune_mile.measures import CLOSING, say_images
 from finetune_mile.measures.guards import learned_nothing, lower_rates, worse_than_probe
+from finetune_mile.measures.metrics import TAKEN_FOR
+from finetune_mile.measures.predictions import PER_CLASS, write_per_class
+from finetune_mile.networks.vits import exported_arch
 from finetune_mile.pages.card import model_card, public_name
-from finetune_mile.pages.report import gallery_images, write_report
+from finetune_mile.pages.report import (
+    gallery,
+    gallery_figure,
+    gallery_images,
+    generation_plot,
+    pixels,
+    write_report,
+)  # fmt: skip
 from finetune_mile.training.display import closing_table
 from finetune_mile.training.folder import START, TRIAL, RunFolder
 from finetune_mile.training.setup import Setup
@@ -28,26 +39,32 @@ from finetune_mile.training.setup import Setup
 LABEL_BATCH = 65536  # rows written at once
 
 
-def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
-    """Score the student on everything and write what a run leaves behind."""
+def finish(setup: Setup, learner: nn.Module, folder: RunFolder, chosen: dict[str, float]) -> None:
+    """Score the student on everything and write what a run leaves behind; `chosen` is added to the results."""
     recipe, data, viewer = setup.recipe, setup.data, setup.viewer
-    results = setup.evaluate(learner, None)
+    every = np.arange(len(data.val))
+    results, per_class = setup.scores(viewer.outputs(learner, data.val, every), torch.from_numpy(every))
+    tables = {PER_CLASS: per_class}
     if data.test is not None:  # here and nowhere else
-        scores = setup.evaluate(learner, None, data.test)
+        every = np.arange(len(data.test))
+        logits = viewer.outputs(learner, data.test, every)
+        scores, tables[f"test_{PER_CLASS}"] = setup.scores(logits, torch.from_numpy(every), data.test)
         kept = {"images", *(key for key, _, _ in CLOSING)}
         results |= {f"test_{key}": value for key, value in scores.items() if key in kept}
     labelled = setup.pools.indices["labelled"]
-    logits = viewer.outputs(learner, setup.pools.images, labelled) if recipe.evaluate.labels else None
+    found = viewer.outputs(learner, setup.pools.images, labelled) if recipe.evaluate.labels else None
     shown = viewer.outputs(learner, data.val, gallery_images(setup).numpy())
     if not setup.accelerator.is_main_process:  # what follows is files only; no process waits for another
         return
     skipped = len(viewer.bad.read())
-    results |= {"bad_images": skipped, "unreadable_files": sum(data.unreadable.values())}
+    results |= {"bad_images": skipped, "unreadable_files": sum(data.unreadable.values())} | chosen
     start = folder.path / START
     if start.is_file():
         lines = json.loads(start.read_text(encoding="utf-8"))
         results["probe_accuracy"] = lines["accuracy"]
         results |= {key: value for key, value in lines.items() if key == "knn_accuracy"}
+    for name, table in tables.items():
+        write_per_class(folder.path / name, data.classes, table)
     write_json(folder.path / "results.json", results)
     advice = lower_rates(recipe.optimizer.lr, recipe.optimizer.head_lr)
     warning, published = (  # what is published has no local path
@@ -55,19 +72,21 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
         for name in (recipe.data, data.name)
     )
     threshold = recipe.rho or THRESHOLD
-    if logits is not None:
-        good = ~logits.isnan().all(1)
+    if found is not None:
+        good = ~found.isnan().all(1)
         labelled = labelled[good.numpy()]
         ids = [setup.pools.images.ids[i] for i in labelled]
         given = setup.pools.images.given[torch.from_numpy(labelled)]
-        probabilities = setup.probabilities(logits[good])
+        probabilities = setup.probabilities(found[good])
         write_labels(folder.path / "labels.parquet", ids, given, probabilities, data.classes, threshold)
+    network_name = setup.report.arch
     config = {
-        "arch": recipe.arch or setup.card.arch, "padding": setup.card.padding, "num_classes": len(data.classes),
+        "arch": exported_arch(network_name) if network_name.startswith("timm:") else recipe.arch or setup.card.arch,
+        "padding": setup.card.padding, "num_classes": len(data.classes),
         "classes": list(data.classes), **viewer.preprocess.model_dump(mode="json"),
         "activation": recipe.activation, "threshold": threshold, "method": recipe.method, "data": data.name,
         "init": public_name(recipe.init), "licence": setup.card.licence, "fraction": recipe.fraction,
-        "steps": recipe.steps, "seed": recipe.seed,
+        "steps": int(chosen.get("chosen_step", recipe.steps or 0)), "seed": recipe.seed,
     }  # fmt: skip
     if published is not None:
         config["warning"] = published
@@ -75,10 +94,13 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
     with whole_file(folder.path / "export/README.md") as part:
         part.write_text(model_card(config, results, "own"), encoding="utf-8")
     notes = say_images(results, trial=(folder.path / TRIAL).is_dir())
+    notes += lowest_class(data.classes, per_class)
     on_disk = not any(name.startswith(f"{SCHEME}:") for name in (recipe.init, recipe.data))
     if recipe.init != "none" and on_disk and not start.is_file():
         notes.append(f"Two lines to beat, a linear probe and k-NN of the checkpoint: {probe_command(recipe)}")
-    write_report(setup, shown, folder, results, notes, warning)
+    write_report(setup, shown, folder, results, tables, notes, warning)
+    if recipe.track != "none":
+        track_pictures(setup, shown, folder)
     title = f"{recipe.method} on {data.name}: results on {int(results['images']):,} validation images"
     out, aside = Console(), Console(stderr=True)  # results go where a pipe or `tee` finds them
     if warning is not None:
@@ -89,6 +111,35 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder) -> None:
     if skipped:
         aside.print(say_skipped(skipped, viewer.bad.path), markup=False, highlight=False, soft_wrap=True)
     out.print(f"\n{folder.path / 'report.html'}")
+
+
+def lowest_class(classes: tuple[str, ...], table: dict[str, Tensor]) -> list[str]:
+    """A sentence about the class with the lowest accuracy; none where all are right. Columns of `table` are (C,)."""
+    accuracy = table.get("accuracy")
+    if accuracy is None or bool((accuracy.isnan() | (accuracy == 100)).all()):
+        return []
+    low = int(accuracy.nan_to_num(nan=torch.inf).argmin())
+    return [
+        f"Lowest accuracy of a class: {classes[low]}, {accuracy[low]:.1f} % of {int(table['given'][low]):,} images, "
+        f"most often taken for {classes[int(table[TAKEN_FOR][low])]}. All classes are in {PER_CLASS}."
+    ]
+
+
+def track_pictures(setup: Setup, shown: Tensor, folder: RunFolder) -> None:
+    """Give the timeline of generations and sample predictions to the tracker, where it takes images.
+
+    Args:
+        setup: of the run.
+        shown: logits (n, C) on the `gallery_images`.
+        folder: of the run.
+    """
+    figures = {"generations": generation_plot(folder.metrics()), "predictions": gallery_figure(gallery(setup, shown))}
+    pictures = {name: pixels(figure)[None] for name, figure in figures.items() if figure is not None}
+    for tracker in setup.accelerator.trackers:
+        if tracker.name == "tensorboard":
+            tracker.log_images(pictures, step=setup.recipe.steps, dataformats="NHWC")
+        elif hasattr(tracker, "log_images"):
+            tracker.log_images(pictures, step=setup.recipe.steps)
 
 
 def probe_command(recipe: Recipe) -> str:

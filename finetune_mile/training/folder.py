@@ -25,6 +25,7 @@ from finetune_mile.core.problems import Problem
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from pydantic import BaseModel
 
 KEPT_CHECKPOINTS = 2
 MADE_BY = {"made_by": "finetune_mile"}  # the mark in run.json of a folder that a run made
@@ -38,7 +39,8 @@ AT_WORK = "{}: another process is at work on this run; wait for it, or stop it f
 # TensorBoard's files are.
 WRITTEN = (
     "recipe.yaml", "init.json", "split.json", "metrics.jsonl", "results.json", "labels.parquet", "bad_images.csv",
-    "report.html", "views.png", "start.json", "checkpoints/step-*.pt", "export/model.safetensors", "export/config.json",
+    "per_class.csv", "test_per_class.csv", "report.html", "views.png", "start.json", "checkpoints/step-*.pt",
+    "export/model.safetensors", "export/config.json",
     "export/README.md", "export/checkpoint.ckpt", "pseudo_labels/generation-*/block-*.safetensors",
     "trial/checkpoints/step-*.pt", "trial/checkpoints/.lock", "trial/*.json", "trial/*.jsonl", "trial/recipe.yaml",
     "trial/pseudo_labels/generation-*/block-*.safetensors",
@@ -112,6 +114,75 @@ def resumed_recipe(folder: Path) -> tuple[Path, dict[str, Any]]:
             f"or start a new run with --recipe {path} --out DIR"
         )
     return path, tree
+
+
+def choose_folder(
+    options: Any, name: str, requested: BaseModel, read: Callable[[dict[str, Any], Path], BaseModel]
+) -> tuple[Path, bool]:
+    """The folder of a run, and whether a run in it is continued; told by the first process to all.
+
+    A process that is slower to start must not check a folder that the first one has made by then.
+
+    Args:
+        options: of the command.
+        name: of a new folder below runs/.
+        requested: the settings that the command asks for.
+        read: settings, of a file, to a checked recipe.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return _choose_folder(options, name, requested, read)
+    from finetune_mile.training.processes import connect, from_first
+
+    chosen: tuple[Path, bool] | Problem | None = None
+    if connect().is_main_process:
+        try:
+            chosen = _choose_folder(options, name, requested, read)
+        except Problem as problem:
+            chosen = problem
+    chosen = from_first(chosen)
+    if isinstance(chosen, tuple):
+        return chosen
+    raise chosen or AssertionError
+
+
+def _choose_folder(
+    options: Any, name: str, requested: BaseModel, read: Callable[[dict[str, Any], Path], BaseModel]
+) -> tuple[Path, bool]:
+    if isinstance(options.resume, Path):
+        return options.resume, True
+    out: Path = options.out or next_folder(Path("runs"), name)
+    if options.resume is None or not (out / "recipe.yaml").is_file() or not _made_by_run(out):
+        check_free(out, options.overwrite)
+        return out, False
+    path, tree = resumed_recipe(out)
+    info = read_info(out)
+    if "requested" not in info:
+        raise Problem(f"--resume auto: {out} began with an earlier version; continue it with --resume {out}")
+    was, now = (flat(each.model_dump(mode="json")) for each in (read(tree | info["requested"], path), requested))
+    changes = [f"{key} was {was.get(key)}, is {now.get(key)}" for key in was | now if was.get(key) != now.get(key)]
+    if changes:
+        raise Problem(
+            f"--resume auto: {out} holds a run of other settings ({', '.join(changes)}); use the run's own settings, "
+            "or another --out"
+        )
+    return out, True
+
+
+def is_finished(folder: Path) -> bool:
+    return read_info(folder).get("status") == "finished" and (folder / "results.json").is_file()
+
+
+def say_finished(folder: Path) -> int:
+    """Say that there is nothing left to do; returns the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(f"{folder} is finished; its results are in results.json\n")
+    return 0
+
+
+def requested_settings(requested: BaseModel, used: BaseModel) -> dict[str, Any]:
+    """For run.json: what was asked for, where a run has put another value, such as steps for epochs."""
+    now = used.model_dump(mode="json")
+    return {key: value for key, value in requested.model_dump(mode="json").items() if value != now[key]}
 
 
 def alone(folder: Path, seconds: float | None = None) -> AbstractContextManager[None]:

@@ -12,28 +12,33 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from finetune_mile.core.problems import Failed, Problem
 from finetune_mile.learning.loop import Loop, StepRecord
 from finetune_mile.learning.losses import given_matrix
 from finetune_mile.learning.phases import Decision, Phase
+from finetune_mile.learning.roles import copy_into, snapshot, tensors_of
 from finetune_mile.measures.guards import RATES, LabelReport, LossAlarm, guard, inspect_labels
 from finetune_mile.training import resume
 from finetune_mile.training.display import Display
 from finetune_mile.training.folder import RunFolder, alone
-from finetune_mile.training.plan import Plan
+from finetune_mile.training.plan import Plan, learner_role
 from finetune_mile.training.processes import Signals, Stopped, stop_together
 from finetune_mile.training.setup import Setup
+
+CHOSEN_BY = ("accuracy", "map", "f1@0.5")  # the score that `patience` watches: the first of these that there is
+
+
+class Enough(Exception):
+    """Raised by an evaluation to end the training early, after this many steps."""
 
 
 def recorded(
     accelerator: Accelerator, folder: RunFolder, signals: Signals, work: Callable[[], dict[str, object]]
 ) -> int:
     """Do a run's work, which returns facts for run.json, with its status kept there; returns the exit code."""
-    if folder.info.get("status") == "finished" and (folder.path / "results.json").is_file():
-        accelerator.print(f"{folder.path} is finished; its results are in results.json")
-        return 0
     main = accelerator.is_main_process
     record = folder.update if main else _nobody
     with alone(folder.path) if main else contextlib.nullcontext():
@@ -196,10 +201,13 @@ class LabelMonitor(Monitor):
         self.evaluate_every = None if recipe.evaluate.every is None else plan.steps(recipe.evaluate.every)
         self.probe_labels: Tensor | None = None
         self.label_report: LabelReport | None = None
+        self.best: dict[str, Any] | None = None  # with `patience`: score, step, weights, evaluations since then
+        self.chosen: dict[str, float] = {}  # for results.json
 
     def extra(self) -> dict[str, Any]:
         report = None if self.label_report is None else asdict(self.label_report)
-        return {"probe_labels": self.probe_labels, "label_report": report, "alarm": self.alarm.state_dict()}
+        kept = {"probe_labels": self.probe_labels, "label_report": report, "alarm": self.alarm.state_dict()}
+        return kept if self.best is None else kept | {"best": self.best}
 
     def resume(self, step: int, extra: dict[str, Any]) -> None:
         """Go on after a restart: what was measured right after the checkpoint is measured again."""
@@ -207,6 +215,7 @@ class LabelMonitor(Monitor):
         report = extra["label_report"]
         self.label_report = None if report is None else LabelReport(**report)
         self.alarm.load_state_dict(extra.get("alarm", {}))
+        self.best = extra.get("best")
         self.saved_step = step
         phase, ended = self.plan.phase_of(step)
         if self.evaluation_due(step, ended=ended):
@@ -221,9 +230,10 @@ class LabelMonitor(Monitor):
 
     def evaluate(self, step: int, phase: Phase, *, ended: bool) -> None:
         """Scores of the learner, and a new teacher's labels; both go into metrics.jsonl."""
+        self.loop.agree()
         scores = self.setup.evaluate(self.loop.roles.learner, self.setup.recipe.evaluate.images)
         report = self._inspect_labels(phase) if ended else None
-        role = "teacher" if phase.name == "interaction" and "teacher" in phase.becomes else "student"
+        role = learner_role(phase)
         record: dict[str, object] = {
             "step": step, "kind": "evaluation", "phase": phase.name, "generation": phase.generation,
             "role": role, "ended": ended, **scores,
@@ -233,6 +243,31 @@ class LabelMonitor(Monitor):
         if self.accelerator.is_main_process:
             self.folder.append(record)
         self.accelerator.log({f"{role}/{k}": v for k, v in scores.items()}, step=step)
+        if self.setup.recipe.patience is not None and role == learner_role(self.plan.phases[-1]):
+            self._judge_progress(step, scores, self.setup.recipe.patience)
+
+    def _judge_progress(self, step: int, scores: dict[str, float], patience: int) -> None:
+        """Remember the best weights; stop the loop where there were no better ones for `patience` evaluations."""
+        key = next(key for key in CHOSEN_BY if key in scores)
+        score = [scores[key]]
+        broadcast_object_list(score)  # all processes go on, or none
+        if self.best is None or score[0] > self.best["score"]:
+            self.best = {"score": score[0], "step": step, "waited": 0, "weights": snapshot(self.loop.roles.learner)}
+            return
+        self.best["waited"] += 1
+        if self.best["waited"] >= patience and step < self.plan.total_steps:
+            self.display.say(
+                f"stopped early at step {step:,} of {self.plan.total_steps:,}: {key} on the validation images was not "
+                f"above {self.best['score']:.2f} in {patience} evaluations; the weights of step {self.best['step']:,} "
+                "are kept"
+            )
+            raise Enough(step)
+
+    def take_best(self, last_step: int) -> None:
+        """With `patience`: give the learner its best weights."""
+        if self.best is not None:
+            copy_into(tensors_of(self.loop.roles.learner), self.best["weights"])
+            self.chosen = {"chosen_step": self.best["step"], "last_step": last_step}
 
     def _inspect_labels(self, phase: Phase) -> LabelReport | None:
         """Describe the labels that the learner, as the next teacher, will give."""

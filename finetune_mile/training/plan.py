@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.problems import Problem
@@ -34,6 +35,24 @@ class Plan(Budget):
                 break
         return phase, step == 0
 
+    def counted_evaluations(self, recipe: Recipe) -> int:
+        """How many evaluations are of the role that the run ends with, which `patience` counts."""
+        every = None if recipe.evaluate.every is None else self.steps(recipe.evaluate.every)
+        step, count = 0, 0
+        for phase in self.phases:
+            begin, step = step, step + phase.steps
+            if learner_role(phase) != learner_role(self.phases[-1]):
+                continue
+            count += 0 if every is None else step // every - begin // every
+            at_end = recipe.evaluate.phases or step == self.total_steps
+            count += at_end and (every is None or step % every != 0)
+        return count
+
+
+def learner_role(phase: Phase) -> Literal["teacher", "student"]:
+    """Whose scores an evaluation in this phase gives."""
+    return "teacher" if phase.name == "interaction" and "teacher" in phase.becomes else "student"
+
 
 def make_plan(recipe: Recipe, pool_sizes: dict[Pool, int]) -> Plan:
     """Turn epochs and shares into steps and lay out the phases.
@@ -45,7 +64,8 @@ def make_plan(recipe: Recipe, pool_sizes: dict[Pool, int]) -> Plan:
     labelled = pool_sizes["labelled"]
     per_epoch = labelled / recipe.batch_size
     epochs = auto_epochs(labelled) if recipe.epochs == "auto" else recipe.epochs or 0
-    total = recipe.steps or max(round(epochs * per_epoch), LEAST_STEPS if recipe.epochs == "auto" else 1)
+    least = LEAST_STEPS if recipe.epochs == "auto" else 1
+    total = recipe.steps or max(steps_of_epochs(epochs, labelled, recipe.batch_size, recipe.steps_of_epochs), least)
     pool: Pool = "labelled" if recipe.semi == "none" else recipe.semi
     if pool_sizes[pool] == 0:
         raise Problem(f"--semi {pool}: there are no such images at --fraction {recipe.fraction:g}; lower the fraction, "
@@ -64,7 +84,16 @@ def make_plan(recipe: Recipe, pool_sizes: dict[Pool, int]) -> Plan:
             )
     budget = Budget(total_steps=total, steps_per_epoch=per_epoch, pool=pool)
     phases = tuple(recipe.rules.phases(recipe.block, budget))
-    return Plan(total_steps=total, steps_per_epoch=per_epoch, pool=pool, phases=phases)
+    plan = Plan(total_steps=total, steps_per_epoch=per_epoch, pool=pool, phases=phases)
+    if recipe.patience is not None:
+        counted = plan.counted_evaluations(recipe)
+        if counted <= recipe.patience + 1:
+            raise Problem(
+                f"--patience {recipe.patience}: the run has {counted} evaluations of its "
+                f"{learner_role(phases[-1])}, so it would never stop early; evaluate more often, for example "
+                f"with --set 'evaluate.every=5 %' or --set evaluate.phases=true"
+            )
+    return plan
 
 
 def unintended(recipe: Recipe, plan: Plan, labelled: int, num_classes: int) -> list[str]:
@@ -73,6 +102,13 @@ def unintended(recipe: Recipe, plan: Plan, labelled: int, num_classes: int) -> l
     if plan.steps_per_epoch < 1:
         sentences = [f"a batch of {recipe.batch_size} is more than the {labelled:,} labelled images", *sentences]
     return sentences
+
+
+def steps_of_epochs(epochs: float, images: int, batch_size: int, rule: Literal["next"] | None) -> int:
+    """Optimiser steps of so many passes over the images: to the nearest, at least 1, or as SimCLR counts (`next`)."""
+    if rule == "next":
+        return int(images * epochs // batch_size) + 1
+    return max(round(epochs * (images / batch_size)), 1)
 
 
 def auto_epochs(labelled: int) -> float:

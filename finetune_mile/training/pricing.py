@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.filesize import decimal
-from torch import Tensor, nn
+from torch import Tensor
 
 from finetune_mile.checkpoints.cards import SCRATCH, Card, Missing, find_card, is_cached
 from finetune_mile.checkpoints.init import Init, parse_init, parse_source, read_config
@@ -35,8 +35,9 @@ from finetune_mile.networks.heads import build, new_head
 from finetune_mile.networks.resnets import Padding
 from finetune_mile.training.display import duration
 from finetune_mile.training.folder import KEPT_CHECKPOINTS
+from finetune_mile.training.memory import GPUS, Need, copies, kept_per_image, numbers_in
 from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, make_plan, trial_steps, unintended
-from finetune_mile.training.processes import wanted_precision
+from finetune_mile.training.processes import on_device
 from finetune_mile.training.setup import PROBE_IMAGES, lay_out
 
 open_data = lru_cache(maxsize=8)(load_data)  # once for all cells of a table; its columns may be other data
@@ -169,12 +170,12 @@ def _read_file(init: Init) -> tuple[Card, str]:
 def time_network(
     network: Network, classes: int, at_once: int, precision: str, channels_last: bool,
     optimizer: Literal["sgd", "adamw", "lars", "relative"],
-) -> tuple[Tensor, Tensor, Tensor, int, int]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, int, tuple[int, int]]:  # fmt: skip
     """Time a network with random weights on random images, at most `at_once` in a step.
 
     Returns:
         Time per image of forward, loss and backward; time of a step of the optimiser; time per image of a forward pass;
-        number of parameters and buffers; bytes per image that are kept for the backward pass.
+        number of parameters and buffers; bytes per image that are kept for the backward pass, in float32 and bf16.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(network.arch, padding=network.padding)
@@ -182,9 +183,8 @@ def time_network(
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model.to(device).to(memory_format=layout).train()
     autocast = torch.autocast(
-        device.type, torch.bfloat16 if precision == "bf16" else torch.float16, enabled=precision != "no"
+        device.type, torch.bfloat16 if precision == "bf16" else torch.float16, enabled=precision in ("fp16", "bf16")
     )
-    kept: dict[int, int] = {}  # address: bytes
 
     def learn(images: Tensor) -> None:
         with autocast:
@@ -205,28 +205,25 @@ def time_network(
         batch = images(max(min(at_once, int(STEP_SECONDS / seconds)), 2))
         return _quartiles(lambda: step(batch)) / len(batch)
 
-    def keep(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        learn(images(2))
     learning = per_image(learn)
     groups = parameter_groups(model, lr=1e-6, head_lr=None, weight_decay=0.0)
     updating = _quartiles(make_optimizer(optimizer, groups, momentum=0.9, nesterov=False).step)
     model.eval()
-    parameters = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-    return learning, updating, per_image(forward), parameters, sum(kept.values()) // 2
+    seeing = per_image(forward)
+    kept = [kept_per_image(model, network.size, half=half) for half in (False, True)]
+    return learning, updating, seeing, numbers_in(model), (kept[0], kept[1])
 
 
 @lru_cache(maxsize=16)
 def time_reading(data: str, size: int, augment: Augment) -> Tensor:
     """Time of reading and augmenting one image in one process."""
-    images = open_data(data).train
-    views = Views(images, Preprocess(size=size), Augmentation(**augment.of_one_image), 0)
+    return time_views(Views(open_data(data).train, Preprocess(size=size), Augmentation(**augment.of_one_image), 0))
+
+
+def time_views(views: Views) -> Tensor:
+    """Time of reading one image in this process."""
     numbers = itertools.count()  # other images each time: those that were read are in the system's cache
-    return _quartiles(lambda: views.read([(0, next(numbers) % len(images)) for _ in range(16)])) / 16
+    return _quartiles(lambda: views.read([(0, next(numbers) % len(views.images)) for _ in range(16)])) / 16
 
 
 def _quartiles(step: Callable[[], Any]) -> Tensor:
@@ -257,6 +254,7 @@ class Estimate:
     seconds: Tensor
     disk: dict[str, int]  # most bytes that a run folder holds at once, by purpose
     memory: int  # bytes
+    on_gpus: Need  # of one process, in the recipe's precision; auto: bf16
 
     def warnings(self) -> list[str]:
         """About the recipe, and about the disk and memory of this machine."""
@@ -287,12 +285,13 @@ def estimate(recipe: Recipe, *, network: Network | None = None, teacher: Network
     network = network or find_network(recipe.init, recipe.arch, recipe.size)
     if recipe.teacher is not None and teacher is None:
         teacher = find_network(parse_source(recipe.teacher, "--teacher"), None, network.size)
-    part = recipe.batch_size // recipe.accumulate
-    precision = wanted_precision(recipe.precision)
+    wanted, (recipe, precision) = recipe.precision, on_device(recipe)
+    part = recipe.batch_size // (1 if recipe.accumulate == "auto" else recipe.accumulate)
     kind = (
-        work.classes, max(min(part, MOST_AT_ONCE), 2), precision, recipe.channels_last, recipe.optimizer.name,
+        work.classes, max(min(part, MOST_AT_ONCE), 2), precision, recipe.channels_last is True,
+        recipe.optimizer.name,
     )  # fmt: skip
-    learn, update, forward, parameters, activation_bytes = time_network(network, *kind)
+    learn, update, forward, parameters, kept = time_network(network, *kind)
     _, _, label, teacher_parameters, _ = time_network(teacher or network, *kind)
     steps = work.plan.total_steps
     if has_trial(recipe, work.pools["labelled"]):
@@ -310,19 +309,17 @@ def estimate(recipe: Recipe, *, network: Network | None = None, teacher: Network
             reading = reading / workers * max(1 - float(workers * learn[1] / reading[1]), 0.0)
         labelled = work.teacher_images if recipe.labels_once_per_cycle else 0  # else they are read to be trained on
         seconds += reading * (trained + labelled + work.evaluation_images)
-    used = {"student"} | {role for phase in work.plan.phases for role in (phase.start, *phase.becomes)}
-    copies = len(used & {"init", "student"}) + (work.imitation_steps > 0 and recipe.teacher is None)
-    copies += 2 if recipe.optimizer.name in ("adamw", "relative") else 1  # the optimiser's moments
     weights, teacher_weights = 4 * parameters, 4 * teacher_parameters  # bytes
-    saved = weights * (1 + copies + (recipe.optimizer.ema is not None))
+    saved = weights * (1 + copies(recipe, work.plan.phases))
+    held = saved + weights + (teacher_weights if recipe.teacher else 0)
     return Estimate(
         work=work, network=network, teacher=teacher, parameters=parameters, seconds=seconds,
         disk={
             "checkpoints": saved * (KEPT_CHECKPOINTS + 1),  # one more while the next is written
             "export": weights, "pseudo-labels": work.label_bytes,
         },
-        memory=saved + weights + (teacher_weights if recipe.teacher else 0) + activation_bytes * part
-        + work.label_bytes,
+        memory=held + kept[precision in ("fp16", "bf16")] * part + work.label_bytes,
+        on_gpus=Need(held, kept[wanted in ("fp16", "bf16", "auto")]),
     )  # fmt: skip
 
 
@@ -337,7 +334,7 @@ def describe(resolved: Resolved, price: Estimate) -> str:
     lines = {
         "recipe": f"{resolved.path.stem} ({resolved.why}): {recipe.method}, {recipe.variant} variant",
         "data": f"{recipe.data.partition(':')[0]}: {work.pools['labelled']:,} labelled of {work.pools['all']:,} "
-                f"images, {work.val:,} to evaluate on, {work.classes:,} classes"
+                f"images, {work.val:,} validation images, {work.classes:,} classes"
                 + ("" if work.here else "; not on this machine, counted from its description"),
         "network": f"{network.arch} at {network.size} px, {price.parameters / 1e6:.1f} million parameters"
                    f"{weights}{teacher}",
@@ -348,10 +345,27 @@ def describe(resolved: Resolved, price: Estimate) -> str:
         "disk": f"{decimal(sum(price.disk.values()))}: "
                 + ", ".join(f"{name} {decimal(size)}" for name, size in price.disk.items()),
         "memory": f"about {decimal(price.memory)} for weights, optimiser and activations in one process",
+        "GPUs": gpu_words(recipe, price.on_gpus),
         "time": time_words(price.seconds) + ("" if work.here else "; reading images is not in it"),
     }  # fmt: skip
     text = "".join(f"{name:<12}{line}\n" for name, line in lines.items())
     return text + "".join(f"warning: {sentence}\n" for sentence in price.warnings())
+
+
+def gpu_words(recipe: Recipe, need: Need) -> str:
+    """Memory per GPU, and the `accumulate` that fits: on one GPU and on eight."""
+    batch, lines = recipe.batch_size, []
+    for gpus in (1, 8):
+        if batch % gpus == 0:
+            fitting = (need.parts(batch // gpus, size * 1e9, recipe) for size in GPUS)
+            lines.append(f"{', '.join('-' if n is None else str(n) for n in fitting)} on {gpus}")
+    sizes = ", ".join(map(str, GPUS))
+    share = batch // 8 if batch % 8 == 0 else batch
+    precision = "bf16" if recipe.precision == "auto" else recipe.precision
+    return (
+        f"about {decimal(need.of(share))} for {share} images each in precision {precision}; with {sizes} GB, "
+        f"accumulate = {'; '.join(lines)}"
+    )
 
 
 def time_words(seconds: Tensor) -> str:

@@ -3,55 +3,98 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from datetime import timedelta
 from types import FrameType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import gather_object, set_seed
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object, set_seed
+from accelerate.utils.environment import parse_flag_from_env
 from torch import nn
 
+from finetune_mile.config.schema import Recipe
+from finetune_mile.core.cores import local_processes, usable_cores
 from finetune_mile.core.problems import Problem
 
-Precision = Literal["no", "fp16", "bf16"]
+Precision = Literal["no", "tf32", "fp16", "bf16"]
 SAME_SIGNAL = 1.0  # seconds
 AGREE_EVERY = 8  # steps between two looks at whether another process was told to stop
+# Seconds that a process waits for the others; longer than any work that only one of them does.
+TIMEOUT = 1800
+Value = TypeVar("Value")
 
 
-def start(*, precision: Precision, seed: int, track: str, project: str) -> Accelerator:
-    """An accelerator that is what the user asked for, or a `Problem` with the command to use."""
-    use_threads()
+def connect() -> PartialState:
+    """Connect the processes that a launcher started, or a `Problem` with the command to use. Again, it does nothing.
+
+    A process waits for the others at most TIMEOUT seconds, or FINETUNE_MILE_TIMEOUT: one that is dead or hangs ends
+    the run.
+    """
     for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true":
             raise Problem(
                 f"Accelerate is configured for {plugin}, which is not supported: the teacher and student are copies of "
                 "the whole network; use `accelerate config` with data parallel training (multi-GPU)"
             )
-    if track == "wandb":
-        os.environ.setdefault("WANDB_MODE", "offline")  # `wandb sync` uploads it; WANDB_MODE=online does so at once
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
-        AcceleratorState._reset_state()  # of an earlier run in this process; it would be an error
+    wanted = os.environ.get("FINETUNE_MILE_TIMEOUT", str(TIMEOUT))
+    if not wanted.isdigit() or int(wanted) == 0:
+        raise Problem(f"FINETUNE_MILE_TIMEOUT is {wanted!r}; it must be a whole number of seconds above zero")
     atexit.unregister(part)
     atexit.register(part)
-    accelerator = Accelerator(
-        mixed_precision=precision,
-        step_scheduler_with_optimizer=False,
-        log_with=None if track == "none" else track,
-        project_dir=project,
-    )
+    processes = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=timedelta(seconds=int(wanted)))
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1 and accelerator.num_processes == 1:
+    if world > 1 and processes.num_processes == 1:
         # On a machine without accelerators each rank would believe to be alone and write the same folder.
         raise Problem(
             f"{world} processes were started, but each sees only itself; on CPUs start them with: "
             f"ACCELERATE_USE_CPU=1 torchrun --nproc_per_node {world} finetune_mile/run.py ..."
         )
+    return processes
+
+
+def from_first(value: Value) -> Value:
+    """What the first process passes here, on every process."""
+    connect()
+    box = [value]
+    broadcast_object_list(box)
+    return box[0]
+
+
+def start(*, precision: Precision, seed: int, track: str, project: str, broadcast_buffers: bool = True) -> Accelerator:
+    """An accelerator that is what the user asked for, or a `Problem` with the command to use.
+
+    Args:
+        precision: of matrix products.
+        seed: of torch's own generators.
+        track: where metrics go.
+        project: folder of the run.
+        broadcast_buffers: send buffers in every step; else the caller makes them agree (`Loop.agree`).
+    """
+    use_threads()
+    connect()
+    if track == "wandb":
+        os.environ.setdefault("WANDB_MODE", "offline")  # `wandb sync` uploads it; WANDB_MODE=online does so at once
+    mixed = "no" if precision == "tf32" else precision  # `computing` sets TF32
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed:
+        AcceleratorState._reset_state()  # of an earlier run in this process; it would be an error
+    accelerator = Accelerator(
+        mixed_precision=mixed,
+        step_scheduler_with_optimizer=False,
+        log_with=None if track == "none" else track,
+        project_dir=project,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=broadcast_buffers)
+        ],
+    )
     set_seed(seed)
     return accelerator
 
@@ -67,20 +110,28 @@ def wanted_precision(recipe: Precision | Literal["auto"]) -> Precision:
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched in ("fp16", "bf16"):
         return "fp16" if launched == "fp16" else "bf16"
-    return recipe if recipe != "auto" else "bf16" if computes_in_bf16() else "no"
+    if recipe != "auto":
+        return recipe
+    return "bf16" if computes_in_bf16() else "tf32" if uses_gpu() else "no"
+
+
+def uses_gpu() -> bool:
+    """Will Accelerate choose a CUDA device?"""
+    return torch.cuda.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
 
 
 def computes_in_bf16() -> bool:
-    """Has the processor instructions for bfloat16? Without them it is slower than float32."""
-    if torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU") is None:
-        return bool(torch.cuda.is_bf16_supported())
+    """Has the device instructions for bfloat16? Without them it is slower than float32."""
+    if uses_gpu():
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     known = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # torch has no public name for them
     return any(bool(getattr(torch.cpu, name, bool)()) for name in known)
 
 
 def launched() -> bool:
-    """Was this process started by `accelerate launch` or `torchrun`?"""
-    return any(name in os.environ for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"))
+    """Was this process started by `accelerate launch`, which sets both of its variables here, or by `torchrun`?"""
+    by_accelerate = {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"} <= os.environ.keys()
+    return by_accelerate or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def use_threads() -> int:
@@ -92,10 +143,39 @@ def use_threads() -> int:
     if wanted is not None:
         torch.set_num_threads(max(int(wanted), 1))
     elif launched() and os.environ.get("OMP_NUM_THREADS") == "1" and not torch.cuda.is_available():
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(cores // local, 1))
+        torch.set_num_threads(max(usable_cores() // local_processes(int(os.environ.get("WORLD_SIZE", "1"))), 1))
     return torch.get_num_threads()
+
+
+def on_device(recipe: Recipe) -> tuple[Recipe, Precision]:
+    """A recipe with precision and switches spelled out for the device of this process; and that precision."""
+    gpu = uses_gpu()
+    chosen = {"channels_last": gpu, "cudnn_benchmark": gpu and not recipe.deterministic, "fused_optimizer": gpu}
+    update: dict[str, object] = {name: value for name, value in chosen.items() if getattr(recipe, name) == "auto"}
+    precision = wanted_precision(recipe.precision)
+    return recipe.model_copy(update=update | {"precision": precision}), precision
+
+
+@contextlib.contextmanager
+def computing(*, precision: str, benchmark: bool, deterministic: bool = False) -> Iterator[None]:
+    """Set torch's own switches for a run, and put them back."""
+    cudnn, matmul = torch.backends.cudnn, torch.get_float32_matmul_precision()
+    before = cudnn.benchmark, cudnn.deterministic
+    strict = torch.are_deterministic_algorithms_enabled()
+    lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        cudnn.benchmark = benchmark
+        if precision == "tf32" and uses_gpu():
+            torch.set_float32_matmul_precision("high")
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product is computed
+            cudnn.deterministic = True
+            torch.use_deterministic_algorithms(True)
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
+        torch.set_float32_matmul_precision(matmul)
+        torch.use_deterministic_algorithms(strict, warn_only=lenient)
 
 
 class Stopped(Exception):
@@ -111,11 +191,17 @@ class Signals:
 
     Launchers repeat what they get: SLURM signals every process, and torchrun then signals its own once more. So a
     second SIGTERM, or a SIGINT within a second of the first, counts as the same.
+
+    A launcher that is killed passes nothing on: a run that has lost its launcher stops as after SIGTERM.
+
+    Args:
+        parent: the process that started this one; it is found before torch is imported, which takes seconds.
     """
 
-    def __init__(self) -> None:
-        self.caught: int | None = None
+    def __init__(self, parent: int | None = None) -> None:
+        self._caught: int | None = None
         self._caught_at = 0.0
+        self._launcher = (os.getppid() if parent is None else parent) if launched() else None  # None: by hand
         ours = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
         self._before = {s: signal.signal(s, self._catch) for s in ours}  # Python lets other threads have no handler
 
@@ -126,16 +212,29 @@ class Signals:
         for signum, handler in self._before.items():  # back to whoever had them
             signal.signal(signum, handler)
 
+    @property
+    def caught(self) -> int | None:
+        """The signal that asked for an end; None: none did."""
+        if self._caught is None and self._launcher not in (None, os.getppid()):
+            sys.stderr.write(f"the launcher (process {self._launcher}) is gone: stopping with a checkpoint\n")
+            self.stop(signal.SIGTERM)
+        return self._caught
+
+    def stop(self, signum: int) -> None:
+        """Ask for an end."""
+        self._caught, self._caught_at = signum, time.monotonic()
+
     def _catch(self, signum: int, _: FrameType | None) -> None:
-        if self.caught is None:
-            self.caught, self._caught_at = signum, time.monotonic()
+        if self._caught is None:
+            self.stop(signum)
         elif signum == signal.SIGINT and time.monotonic() - self._caught_at > SAME_SIGNAL:
             raise KeyboardInterrupt
 
     def raise_if_caught(self) -> None:
         """Stop in the middle of something that can be done again."""
-        if self.caught is not None:
-            raise Stopped(self.caught)
+        caught = self.caught
+        if caught is not None:
+            raise Stopped(caught)
 
 
 def stop_together(accelerator: Accelerator, signals: Signals, step: int) -> None:
@@ -147,7 +246,7 @@ def stop_together(accelerator: Accelerator, signals: Signals, step: int) -> None
         caught = int(accelerator.gather(flag).max())
         if not caught:
             return  # a signal since then waits for the next look
-        signals.caught = caught
+        signals.stop(caught)
     signals.raise_if_caught()
 
 

@@ -6,13 +6,14 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.cards import Card
@@ -20,11 +21,12 @@ from finetune_mile.checkpoints.classifier import load_teacher
 from finetune_mile.checkpoints.init import Init
 from finetune_mile.checkpoints.loading import LoadReport, load_network
 from finetune_mile.config.schema import Recipe
+from finetune_mile.core.cores import local_processes
 from finetune_mile.core.problems import Failed, Problem
 from finetune_mile.core.types import Batch, Pool, Preprocess
 from finetune_mile.images.index import BadImages, Data, ImageSet
 from finetune_mile.images.order import Indices, Mixture, Order, micro_batches
-from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers, normalise
+from finetune_mile.images.pipeline import Augmentation, Readers, Views, batches, default_workers, normalise
 from finetune_mile.images.sources import load_data, load_unlabelled
 from finetune_mile.images.splits import Pools, add_unlabelled, labelled_pools
 from finetune_mile.images.truth import with_truth
@@ -33,9 +35,10 @@ from finetune_mile.learning.optim import rate_at
 from finetune_mile.measures.metrics import measure
 from finetune_mile.measures.predictions import pick_probe, predict
 from finetune_mile.networks.heads import set_head
-from finetune_mile.networks.parts import choose_trainable, plain_head
+from finetune_mile.networks.parts import choose_trainable, plain_head, recompute_blocks, set_drop_path
+from finetune_mile.networks.vits import join_options, split_options
 from finetune_mile.training.plan import Plan, labelled_per_batch, make_plan
-from finetune_mile.training.processes import Signals, start, stop_together, wanted_precision
+from finetune_mile.training.processes import Signals, on_device, start, stop_together
 
 PROBE_IMAGES = 1000
 POOLS: tuple[Pool, ...] = ("labelled", "unlabelled", "all")
@@ -54,19 +57,35 @@ class Viewer:
     batch_size: int  # of a forward pass, over all processes
     wanted_workers: int | None  # loader processes; None: from the cores
     layout: torch.memory_format = torch.contiguous_format  # of the network's input
+    _scale: tuple[Tensor, Tensor] | None = field(default=None, init=False)  # mean and std (3, 1, 1) on the device
+    _readers: Readers | None = field(default=None, init=False)
 
     @property
     def workers(self) -> int:
         """Loader processes of this process."""
         if self.wanted_workers is not None:
             return self.wanted_workers
-        return 0 if self.data.train.in_memory else default_workers(self.accelerator.num_processes)
+        return 0 if self.data.train.in_memory else default_workers(local_processes(self.accelerator.num_processes))
 
     def prepare(self, images: Tensor) -> Tensor:
         """uint8 images (B, 3, H, W) to the network's input, on the device."""
         device = self.accelerator.device
-        mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (self.preprocess.mean, self.preprocess.std))
-        return normalise(images.to(device, non_blocking=True, memory_format=self.layout), mean, std)
+        if self._scale is None:  # once: a copy from the host in each step would wait for the device
+            mean, std = (torch.tensor(v).view(3, 1, 1).to(device) for v in (self.preprocess.mean, self.preprocess.std))
+            self._scale = mean, std
+        return normalise(images.to(device, non_blocking=True, memory_format=self.layout), *self._scale)
+
+    @property
+    def pin(self) -> bool:
+        """Do batches come in memory that a GPU copies from while it computes?"""
+        return bool(self.accelerator.device.type == "cuda")
+
+    @property
+    def readers(self) -> Readers:
+        """The loader processes of evaluation and labelling."""
+        if self._readers is None:
+            self._readers = Readers(workers=self.workers, pin=self.pin)
+        return self._readers
 
     def get_ready(self) -> None:
         """With a frozen trunk: compute the features, before a progress bar is shown."""
@@ -90,7 +109,7 @@ class Viewer:
         share = max(self.batch_size // self.accelerator.num_processes, 1)
         outputs = predict(
             self.accelerator, network, views, indices, self.prepare,
-            batch_size=share, workers=self.workers, tick=tick or self.tick,
+            batch_size=share, readers=self.readers, tick=tick or self.tick,
         )  # fmt: skip
         stop_together(self.accelerator, self.signals, 0)
         bad = torch.from_numpy(np.isin(indices, list(views.bad))).to(self.accelerator.device)
@@ -105,6 +124,7 @@ class Setup:
     """A run before its first step."""
 
     recipe: Recipe  # with steps and precision spelled out
+    requested: Recipe
     viewer: Viewer
     pools: Pools
     plan: Plan
@@ -149,10 +169,10 @@ class Setup:
                 crop=augmentation.crop, scale=augmentation.scale, shift=augmentation.shift, flip=augmentation.flip
             )
         keys = micro_batches(
-            self.order(pool), first_step=first_step, batch_size=recipe.batch_size, accumulate=recipe.accumulate,
+            self.order(pool), first_step=first_step, batch_size=recipe.batch_size, accumulate=int(recipe.accumulate),
             rank=self.accelerator.process_index, world=self.accelerator.num_processes,
         )  # fmt: skip
-        return batches(views, keys, workers=self.viewer.workers, pin=self.accelerator.device.type == "cuda")
+        return batches(views, keys, workers=self.viewer.workers, pin=self.viewer.pin)
 
     @property
     def mixing(self) -> Callable[[int, int, int], Mix] | None:
@@ -166,27 +186,36 @@ class Setup:
         return rate_at(
             step, total_steps=plan.total_steps, schedule=settings.schedule, warmup=plan.steps(settings.warmup),
             milestones=tuple(plan.steps(m) for m in settings.milestones), gamma=settings.gamma,
+            restart=plan.steps(settings.restart or 0),
         )  # fmt: skip
 
     def evaluate(self, network: nn.Module, limit: int | None, images: ImageSet | None = None) -> dict[str, float]:
         """Scores on the validation images, or on `images`; on all, or on `limit` of them."""
         val = self.data.val if images is None else images
         picked = pick_probe(len(val), limit or len(val))
-        return self.scores(self.viewer.outputs(network, val, picked.numpy()), picked, images)
+        return self.scores(self.viewer.outputs(network, val, picked.numpy()), picked, images)[0]
 
-    def scores(self, logits: Tensor, picked: Tensor, images: ImageSet | None = None) -> dict[str, float]:
-        """Scores of logits (n, C) on the validation images, or on `images`, that are `picked` (n,)."""
+    def scores(
+        self, logits: Tensor, picked: Tensor, images: ImageSet | None = None
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Scores of logits (n, C) on the validation images, or on `images`, that are `picked` (n,).
+
+        Returns:
+            The scores, and those of each class: columns (C,) of per_class.csv.
+        """
         val, recipe = self.data.val if images is None else images, self.recipe
         good = ~logits.isnan().all(1)  # bad images do not count, and are counted
         logits, picked = logits[good], picked[good]
-        scores = measure(
+        measured = measure(
             logits, val.given[picked], None if val.truth is None else val.truth[picked], activation=recipe.activation,
             prediction_set=recipe.evaluate.prediction_set, rho=recipe.rho,
             main=None if val.main is None else val.main[picked], thresholds=recipe.evaluate.thresholds,
-        ).results()  # fmt: skip
+        )  # fmt: skip
+        scores = measured.results()
         if self.data.extra_scores is not None and images is None:
             scores |= self.data.extra_scores(self.probabilities(logits), picked)
-        return scores if bool(good.all()) else scores | {"bad_images": float((~good).sum())}
+        bad = {} if bool(good.all()) else {"bad_images": float((~good).sum())}
+        return scores | bad, measured.table
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Logits (n, C), read as the recipe's activation says."""
@@ -216,9 +245,11 @@ class Setup:
 
 def set_up(recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, signals: Signals) -> Setup:
     """Start the processes, open the data, lay out the phases and load the network of a recipe; nothing is written."""
-    precision = wanted_precision(recipe.precision)
-    accelerator = start(precision=precision, seed=recipe.seed, track=recipe.track, project=str(path))
-    parts = accelerator.num_processes * recipe.accumulate
+    requested, (recipe, precision) = recipe, on_device(recipe)
+    accelerator = start(
+        precision=precision, seed=recipe.seed, track=recipe.track, project=str(path), broadcast_buffers=False
+    )
+    parts = accelerator.num_processes * (1 if recipe.accumulate == "auto" else recipe.accumulate)
     if recipe.batch_size % parts:
         raise Problem(f"--batch-size {recipe.batch_size} must be a multiple of processes x accumulate = {parts}")
     if (recipe.augment.mixup or recipe.augment.cutmix) and recipe.batch_size // parts % 2:
@@ -226,11 +257,14 @@ def set_up(recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, si
             f"--batch-size {recipe.batch_size}: augment.mixup and augment.cutmix mix pairs of images; use a multiple "
             f"of 2 x processes x accumulate = {2 * parts}"
         )
+    if recipe.sync_batch_norm and accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+        raise Problem("sync_batch_norm: true needs GPUs; for several processes on CPUs use --set sync_batch_norm=false")
     data, pools, plan = lay_out(recipe)
     network, card, report = load_network(
         init, arch=recipe.arch, num_classes=len(data.classes), head_bias=recipe.head_bias,
         head_weight=recipe.head_weight, keep_head=recipe.keep_head, head_from=recipe.head_from,
     )  # fmt: skip
+    report = _fit_size(network, report, recipe.size)
     if recipe.channels_last:
         network.to(memory_format=torch.channels_last)
     own = {"size": recipe.size, "crop": recipe.crop, "mean": recipe.mean, "std": recipe.std}
@@ -249,11 +283,41 @@ def set_up(recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, si
         viewer, network = freeze(viewer, network, recipe, report, pools)
     elif recipe.trunk != "all":
         choose_trainable(network, recipe.trunk)
+    if recipe.drop_path and complete is None:
+        set_drop_path(network, recipe.drop_path)
+    if recipe.gradient_checkpointing and complete is None:
+        recompute_blocks(network)
+    if recipe.accumulate == "auto":
+        fitting = 1 if complete is not None else _fitting_parts(recipe, plan, network, teacher, viewer)
+        recipe = recipe.model_copy(update={"accumulate": fitting})
     return Setup(
-        recipe=recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, "precision": precision}),
+        recipe=recipe.model_copy(update={"steps": plan.total_steps, "epochs": None}), requested=requested,
         viewer=viewer, pools=pools, plan=plan, network=network, teacher=teacher, card=card, report=report,
         complete=complete,
     )  # fmt: skip
+
+
+def _fit_size(network: nn.Module, report: LoadReport, size: int | None) -> LoadReport:
+    """Resize a vision transformer's positions once for the run's image size, in place; the name says it."""
+    resize = getattr(network, "set_image_size", None)
+    if resize is None or size is None or network.patch_embed.img_size == (size, size):  # type: ignore[union-attr]
+        return report
+    resize(size)
+    name, options = split_options(report.arch)
+    return dataclasses.replace(report, arch=join_options(name, {**options, "img": str(size)}))
+
+
+def _fitting_parts(recipe: Recipe, plan: Plan, network: nn.Module, teacher: nn.Module | None, viewer: Viewer) -> int:
+    """For `accumulate: auto`: the fewest parts that fit into the smallest GPU; 1 on a CPU."""
+    from finetune_mile.training import memory
+
+    accelerator, own = viewer.accelerator, memory.device_memory(viewer.accelerator.device)
+    if own is None:
+        return 1
+    smallest = min(gather_object([own]))
+    need = memory.need_of(recipe, plan.phases, network, teacher, viewer.preprocess.size)
+    batch = recipe.batch_size // accelerator.num_processes
+    return need.parts(batch, smallest, recipe) or 1  # where nothing fits, the step says what to do
 
 
 def lay_out(recipe: Recipe, data: Data | None = None) -> tuple[Data, Pools, Plan]:

@@ -120,7 +120,7 @@ def _lines(
         classify: features to logits (n, C).
     """
     logits = classify(queries.to(setup.accelerator.device)).float().cpu()
-    scores = setup.scores(logits, torch.arange(len(queries)))
+    scores, _ = setup.scores(logits, torch.arange(len(queries)))
     if setup.accelerator.is_main_process:
         good = ~queries.isnan().all(1)
         guesses = neighbours(queries[good], bank, one_label_each(given), setup.num_classes)

@@ -25,9 +25,9 @@ from finetune_mile.networks.heads import StandardisedLinear, get_head
 from finetune_mile.training import resume
 from finetune_mile.training.display import Display
 from finetune_mile.training.finish import finish
-from finetune_mile.training.folder import START, TRIAL, RunFolder, open_on_main
+from finetune_mile.training.folder import START, TRIAL, RunFolder, open_on_main, requested_settings
 from finetune_mile.training.labelling import pool_labeller
-from finetune_mile.training.monitor import LabelMonitor, recorded
+from finetune_mile.training.monitor import Enough, LabelMonitor, recorded
 from finetune_mile.training.plan import HELD_OUT, MOST_LABELS, has_trial, make_plan, trial_steps
 from finetune_mile.training.processes import warn_of_spread, weight_spread
 from finetune_mile.training.setup import Setup
@@ -47,7 +47,7 @@ def open_folder(setup: Setup, path: Path, *, resume: bool, overwrite: bool) -> R
                 f"and {before.get('unlabelled')} not, now {now['labelled']} and {now['unlabelled']}; restore them, or "
                 f"start a new run with --recipe {path}/recipe.yaml"
             )
-    facts = {"card": setup.card.model_dump(mode="json")}
+    facts = {"card": setup.card.model_dump(mode="json"), "requested": requested_settings(setup.requested, recipe)}
     return open_on_main(setup.accelerator, path, to_yaml(recipe), notes, facts, resume=resume, overwrite=overwrite)
 
 
@@ -57,11 +57,17 @@ def train(setup: Setup, folder: RunFolder) -> int:
     def work() -> dict[str, object]:
         if setup.complete is not None:
             setup.viewer.get_ready()
-        share = choose_share(setup, folder)
-        loop, monitor = train_phases(setup, folder)
+        try:
+            share = choose_share(setup, folder)
+            loop, monitor = train_phases(setup, folder)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            from finetune_mile.training.memory import advise
+
+            advise(setup, error)
+            raise
         learner = loop.learner() if share == 1 else between(loop.learner(), loop.roles.weights("init"), share)
         spread = weight_spread(setup.network)
-        finish(setup, learner, folder)
+        finish(setup, learner, folder, monitor.chosen)
         speed = round(monitor.images_seen / monitor.busy_seconds, 1) if monitor.busy_seconds else None
         return {"images_per_second": speed, **warn_of_spread(spread)}
 
@@ -86,9 +92,14 @@ def train_phases(setup: Setup, folder: RunFolder, *, visible: bool = True) -> tu
         step, extra = resume.restore(loop, folder, recipe.seed)
         display.begin(step)
         monitor = LabelMonitor(setup, loop, folder, display, alarm(setup))
-        if extra is not None:
-            monitor.resume(step, extra)
-        loop.train(plan.phases, step, monitor)
+        last = plan.total_steps
+        try:
+            if extra is not None:
+                monitor.resume(step, extra)
+            loop.train(plan.phases, step, monitor)
+        except Enough as enough:
+            (last,) = enough.args
+        monitor.take_best(last)
     return loop, monitor
 
 
@@ -108,9 +119,18 @@ def make_loop(setup: Setup, folder: RunFolder, display: Display) -> Loop:
     if settings.name == "relative":
         groups = relative_groups(network, lr=settings.lr, weight_decay=settings.weight_decay)
     else:
-        groups = parameter_groups(network, lr=settings.lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay)
+        groups = parameter_groups(
+            network, lr=settings.lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay,
+            layer_decay=settings.layer_decay,
+        )  # fmt: skip
     groups += state.parameter_groups()
-    bare = make_optimizer(settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov)
+    bare = make_optimizer(
+        settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov,
+        fused=recipe.fused_optimizer is True,
+    )  # fmt: skip
+    if recipe.compile:  # in place: names and copies are those of the bare networks
+        for learned in (network, *([] if roles.teacher is None else [roles.teacher])):
+            learned.compile()
     wrapped, optimizer = accelerator.prepare(network, bare)
     environments = 0 if images.environment is None else int(images.environment.max()) + 1
     weights = None
@@ -126,7 +146,7 @@ def make_loop(setup: Setup, folder: RunFolder, display: Display) -> Loop:
     return Loop(
         accelerator=accelerator, network=wrapped, roles=roles, optimizer=optimizer, state=state, objective=objective,
         average=None if settings.ema is None else Average(network, settings.ema), feed=setup.feed, rate=setup.rate,
-        accumulate=recipe.accumulate, clip=settings.clip, reset_optimizer=recipe.optimizer_state == "reset",
+        accumulate=int(recipe.accumulate), clip=settings.clip, reset_optimizer=recipe.optimizer_state == "reset",
         frozen_norm=recipe.batch_norm == "frozen" and setup.complete is None,  # a head's norm is not the checkpoint's
     )  # fmt: skip
 
@@ -196,7 +216,7 @@ def _trial(setup: Setup, pools: Pools) -> Setup:
     sizes = {name: len(members) for name, members in pools.indices.items()}
     steps = trial_steps(setup.plan.total_steps, sizes["labelled"] / len(setup.pools.indices["labelled"]))
     evaluate = setup.recipe.evaluate.model_copy(update={"images": 0})
-    recipe = setup.recipe.model_copy(update={"steps": steps, "evaluate": evaluate, "track": "none"})
+    recipe = setup.recipe.model_copy(update={"steps": steps, "evaluate": evaluate, "track": "none", "patience": None})
     plan = make_plan(recipe, sizes)
     return dataclasses.replace(setup, recipe=recipe, pools=pools, plan=plan, network=copy.deepcopy(setup.network))
 

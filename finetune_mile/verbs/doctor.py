@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         "image cannot be read, or is in a format that is not read, such as HEIC.",
         epilog="example: finetune-mile doctor --data folder:photos --list bad.csv",
     )  # fmt: skip
-    parser.add_argument("--data", required=True, help="as for run.py: folder:DIR, imagenet:DIR, hf:NAME, csv:FILE, ...")
+    parser.add_argument("--data", required=True, help="as for `run`: folder:DIR, imagenet:DIR, hf:NAME, csv:FILE, ...")
     parser.add_argument("--truth", help="true label sets to check as well: real, csv:FILE, counts:NPY,CSV,SHARE")
     parser.add_argument("--workers", type=int, help="reading processes (default: the cores)")
     parser.add_argument("--list", type=Path, metavar="FILE", help="write the bad images to this CSV file")

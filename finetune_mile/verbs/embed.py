@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from finetune_mile.checkpoints.cards import fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init
-from finetune_mile.config.flags import Parser
+from finetune_mile.config.flags import FORMAT, Parser
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
 from finetune_mile.images.index import BadImages, Data, say_skipped
@@ -40,7 +40,7 @@ def build_parser() -> Parser:
         description="Compute the features of a checkpoint for all images once. Run again to continue after a stop.",
     )  # fmt: skip
     parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="folder (default: a place in the cache)")
-    parser.add_argument("--init", required=True, help="as for run.py: card name, file, directory or timm:NAME")
+    parser.add_argument("--init", required=True, help="as for `run`: card name, file, directory or timm:NAME")
     parser.add_argument("--views", type=int, default=0, help="augmented views of each training image (default: 0)")
     add_flags(parser)
     return parser
@@ -48,8 +48,9 @@ def build_parser() -> Parser:
 
 def add_flags(parser: Parser) -> None:
     """What `embed` and `probe` have in common."""
-    parser.add_argument("--data", required=True, help="as for run.py: demo, folder:DIR, hf:NAME, csv:FILE, ...")
+    parser.add_argument("--data", required=True, help="as for `run`: demo, folder:DIR, hf:NAME, csv:FILE, ...")
     parser.add_argument("--arch", help="network, where the checkpoint does not say it")
+    parser.add_argument("--format", help=FORMAT)
     parser.add_argument("--size", type=int, help="image side (default: as the checkpoint says)")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="on disk (default: float16)")
     parser.add_argument(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import json
 import sys
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 EPILOG = """examples:
   finetune-mile eval --model run:runs/demo-1                        a run, on the data it was trained for
   finetune-mile eval --model timm:resnet50.a1_in1k --data imagenet:DIR --truth real
-  finetune-mile eval --model run:A --compare run:B --data photos    which one is better, and how sure is that
+  finetune-mile eval --model run:A --compare run:B --data photos    compare two models, with intervals
   finetune-mile eval --logits runs/eval-1/logits.parquet            the same numbers again, without the model
   accelerate launch -m finetune_mile.cli eval ...                   on all devices
 
@@ -61,7 +60,7 @@ def build_parser() -> Parser:
     inputs = parser.add_argument_group("what to evaluate")
     inputs.add_argument("--model", help="run:DIR, timm:NAME, hf:NAME, or a checkpoint file with a head")
     inputs.add_argument("--logits", type=Path, metavar="FILE", help="instead of a model: logits that eval saved")
-    inputs.add_argument("--data", help="as for run.py; a run knows its own")
+    inputs.add_argument("--data", help="as for `run`; default: the run's own data")
     inputs.add_argument(
         "--part",
         choices=("val", "train", "all"),
@@ -76,7 +75,7 @@ def build_parser() -> Parser:
     )
     scoring.add_argument(
         "--rule",
-        choices=("threshold", "argmax_or_threshold"),
+        choices=("threshold", "argmax_or_threshold", "argmax"),
         help="set that the plain f1@... means (default: the run's, else threshold)",
     )
     scoring.add_argument(
@@ -143,7 +142,7 @@ def _check_data(options: argparse.Namespace) -> None:
         options.data, options.truth = recipe.get("data"), options.truth or recipe.get("truth")
     if options.model is not None or (options.compare is not None and not _is_logits(options.compare)):
         if options.data is None:
-            raise Problem("--data is missing: on which images? (demo, folder:DIR, ...)")
+            raise Problem("--data is required: which images to evaluate on (demo, folder:DIR, ...)")
         split_name(options.data)
     if options.truth is not None:
         check_truth(options.truth)
@@ -157,7 +156,7 @@ def _check_out(options: argparse.Namespace) -> None:
         if not (out / "eval.json").is_file():
             raise Problem(f"--out {out}: exists and is not an evaluation; choose another name")
         if not options.overwrite:
-            raise Problem(f"--out {out}: holds an evaluation; choose another name, or say --overwrite")
+            raise Problem(f"--out {out}: holds an evaluation; choose another name, or use --overwrite")
 
 
 def _is_logits(source: Init | str) -> bool:
@@ -412,19 +411,14 @@ def write_evaluation(
     options: argparse.Namespace,
 ) -> None:  # fmt: skip
     """Write results.json, per_class.csv, eval.json, and logits.parquet if a model made them."""
-    from finetune_mile.measures.predictions import write_predictions
+    from finetune_mile.measures.predictions import PER_CLASS, write_per_class, write_predictions
 
     bad = predictions.about.get("bad_images") or {}
     out.mkdir(parents=True, exist_ok=True)
     for stale in ("eval.json", "comparison.json", "bad_images.csv"):
         (out / stale).unlink(missing_ok=True)
     write_json(out / "results.json", results)
-    columns = {name: values.tolist() for name, values in measured.table.items()}
-    with whole_file(out / "per_class.csv") as part, part.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["class", *columns])
-        for row in zip(predictions.classes, *columns.values(), strict=True):
-            writer.writerow([_cell(value) for value in row])
+    write_per_class(out / PER_CLASS, predictions.classes, measured.table)
     if bad:
         split = str(predictions.about.get("part", ""))
         write_list(out / "bad_images.csv", [(split, name, reason) for name, reason in bad.items()])
@@ -437,13 +431,6 @@ def write_evaluation(
         "draws": options.draws, "seed": options.seed, **environment(),
     }  # fmt: skip
     write_json(out / "eval.json", about)
-
-
-def _cell(value: str | float) -> str:
-    """Percent 0-100 with four digits, counts and names unchanged, empty where nothing counts."""
-    if isinstance(value, float):
-        return "" if value != value else f"{value:.4f}"
-    return str(value)
 
 
 def _digits(key: str) -> int:

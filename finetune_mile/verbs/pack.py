@@ -36,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 fine, 2 the command or its input was wrong."""
     parser = Parser(
         prog="finetune-mile pack", allow_abbrev=False,
-        description="Write images, resized to a short side, into WebDataset shards. Run again to go on after a stop.",
+        description="Write images, resized to a short side, into WebDataset shards. The same command continues.",
         epilog="example: finetune-mile pack folder:photos photos-256        then: --data wds:photos-256",
     )  # fmt: skip
-    parser.add_argument("source", metavar="SRC", help="as --data of run.py: folder:DIR, imagenet:DIR, hf:NAME, ...")
+    parser.add_argument("source", metavar="SRC", help="as --data of `run`: folder:DIR, imagenet:DIR, hf:NAME, ...")
     parser.add_argument("out", metavar="OUT", type=Path, help="directory for the shards")
     parser.add_argument("--size", type=int, default=256, help="short side in pixels; smaller images stay (default 256)")
     parser.add_argument("--quality", type=int, default=95, help="JPEG quality of what is resized (default 95)")

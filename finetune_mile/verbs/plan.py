@@ -12,7 +12,7 @@ from finetune_mile.config.resolve import resolve_anywhere
 from finetune_mile.core.problems import Problem
 
 EPILOG = """examples:
-  finetune-mile plan --init simclrv2-sk1 --fraction 0.01      all flags of run.py; ImageNet need not be here
+  finetune-mile plan --init simclrv2-sk1 --fraction 0.01      all flags of finetune-mile run; ImageNet need not be here
   finetune-mile plan --table ssl                              every cell of a table, and their sum
 """
 
@@ -21,7 +21,7 @@ def build_parser() -> Parser:
     """The parser of plan's own flags; all others are run.py's."""
     parser = Parser(
         prog="finetune-mile plan", allow_abbrev=False, epilog=EPILOG,
-        usage="finetune-mile plan [flags of run.py | --table NAME]",
+        usage="finetune-mile plan [flags of finetune-mile run | --table NAME]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Time a few steps of each kind on this machine; print steps, disk, memory, hours and warnings.",
     )  # fmt: skip

@@ -274,7 +274,7 @@ def annotate(image: Tensor, labels: Labels, path: Path) -> None:
         scale = -(-SMALLEST // picture.width)
         picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
     size = max(picture.width // 32, 12)
-    font = ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf"), size)
+    font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", size)  # no Path: Pillow 10.0
     draw = ImageDraw.Draw(picture)
     for row, (label, p) in enumerate(labels[:MOST_DRAWN]):
         left, top = size // 2, size // 2 + row * (size * 3 // 2)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from finetune_mile.config.flags import Parser, given_settings, read_flags
+from finetune_mile.config.flags import RESUME, Parser, given_settings, read_flags, resumed
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
 from finetune_mile.pretraining.recipe import Method, Resolved, check, resolve
-from finetune_mile.training.folder import check_free, next_folder, resumed_recipe
+from finetune_mile.training.folder import choose_folder, is_finished, resumed_recipe, say_finished
 
 if TYPE_CHECKING:
     from finetune_mile.pretraining.run import Setup
@@ -34,7 +35,7 @@ def build_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--recipe", metavar="FILE", help="a recipe file, or its name below recipes/pretrain/")
     parser.add_argument("--method", help=" | ".join(get_args(Method)))
-    parser.add_argument("--data", help="any --data of run.py, also a folder of unlabelled images; labels are not used")
+    parser.add_argument("--data", help="any --data of `run`, or a folder of unlabelled images; labels are not used")
     parser.add_argument("--arch", help="network, such as resnet-mini, resnet18-cifar, resnet50, timm:NAME")
     parser.add_argument("--steps", help="optimiser steps")
     parser.add_argument("--batch-size", help="images per step, over all processes")
@@ -44,7 +45,7 @@ def build_parser() -> Parser:
                         help="any other setting of the recipe, such as simclr.temperature=0.1")  # fmt: skip
     parser.add_argument("--out", type=Path, help="run folder (default: runs/pretrain-<number>)")
     parser.add_argument("--overwrite", action="store_true", help="replace a run that is in --out")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run; takes no other setting")
+    parser.add_argument("--resume", type=resumed, metavar="DIR|auto", help=RESUME)
     parser.add_argument("--explain", action="store_true", help="print what would be done, and stop")
     return parser
 
@@ -58,24 +59,33 @@ def main(argv: list[str]) -> int:
 
 def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
     """All that can be checked before torch is imported; nothing is written."""
-    if options.resume is not None:
-        path, tree = resumed_recipe(options.resume)
-        if "neighbours" not in tree:
-            raise Problem(f"--resume {options.resume}: not a pre-training run; resume it with finetune_mile/run.py")
-        return check(tree, {}, [], path, "--resume"), options.resume
+    if isinstance(options.resume, Path):
+        return resumed_settings(options.resume), options.resume
     resolved = resolve(given_settings(options, SETTINGS), options.sets)
     split_name(resolved.recipe.data)
-    path = options.out or next_folder(Path("runs"), "pretrain")
-    check_free(path, options.overwrite)
-    return resolved, path
+    path, begun = choose_folder(
+        options, "pretrain", resolved.recipe, lambda tree, file: check(tree, {}, [], file, "--resume").recipe
+    )
+    options.resume = path if begun else None
+    return resumed_settings(path) if begun else resolved, path
+
+
+def resumed_settings(folder: Path) -> Resolved:
+    path, tree = resumed_recipe(folder)
+    if "neighbours" not in tree:
+        raise Problem(f"--resume {folder}: not a pre-training run; resume it with finetune-mile run --resume")
+    return check(tree, {}, [], path, "--resume")
 
 
 def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
     """The run itself; from here on torch is needed."""
+    if options.resume is not None and not options.explain and is_finished(path):
+        return say_finished(path)
+    parent = os.getppid()
     from finetune_mile.pretraining.run import open_folder, set_up, train
     from finetune_mile.training.processes import Signals
 
-    with Signals() as signals:
+    with Signals(parent) as signals:
         setup = set_up(resolved.recipe, path, signals)
         if setup.accelerator.is_main_process:
             describe(resolved, setup, full=options.explain)

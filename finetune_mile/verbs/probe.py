@@ -38,7 +38,7 @@ def build_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Compare checkpoints on your images: weighted k-NN and a linear probe, softmax and sigmoid.",
     )  # fmt: skip
-    parser.add_argument("--init", action="append", required=True, help="a checkpoint, as for run.py; may be repeated")
+    parser.add_argument("--init", action="append", required=True, help="a checkpoint, as for `run`; may be repeated")
     parser.add_argument("--fraction", type=float, default=1.0, help="share of the labels to use (default: 1)")
     parser.add_argument("--seeds", type=int, default=3, help="draws of the labels (default: %(default)s)")
     parser.add_argument("--k", type=int, default=20, help="neighbours that vote (default: %(default)s)")

@@ -21,7 +21,7 @@ import numpy as np
 
 from finetune_mile.checkpoints.cards import Card, is_cached, list_cards, read_card
 from finetune_mile.checkpoints.init import Init
-from finetune_mile.config.flags import Parser
+from finetune_mile.config.flags import FORMAT, Parser
 from finetune_mile.config.resolve import Resolved, resolve, to_yaml
 from finetune_mile.core.console import progress
 from finetune_mile.core.files import write_json
@@ -64,14 +64,15 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="finetune-mile quickstart", allow_abbrev=False, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Look at a folder of photos, compare methods on features of a checkpoint, fine-tune the best one "
+        description="Compare methods on features of your photos, fine-tune the best one "
         "if there is time, and write one page about it.",
     )  # fmt: skip
-    parser.add_argument("data", metavar="DIR", help="a folder of photos, or anything that run.py takes as --data")
-    parser.add_argument("--init", help="the checkpoint, as for run.py")
+    parser.add_argument("data", metavar="DIR", help="a folder of photos, or any --data of `run`")
+    parser.add_argument("--init", help="the checkpoint, as for `run`")
     parser.add_argument("--minutes", type=float, default=10.0, help="time to use (default: %(default)g)")
     parser.add_argument("--download", action="store_true", help=f"without --init: may download one ({DOWNLOADED})")
     parser.add_argument("--arch", help="network, where the checkpoint does not say it")
+    parser.add_argument("--format", help=FORMAT)
     parser.add_argument("--size", type=int, help="image side (default: as the checkpoint says)")
     parser.add_argument("--workers", type=int, help="loader processes (default: from the cores)")
     parser.add_argument("--out", type=Path, help="a new folder (default: runs/quickstart-N)")
@@ -102,15 +103,13 @@ def choose_init(options: argparse.Namespace) -> tuple[str, str]:
     folder = Path(options.data.removeprefix("folder:"))
     files = sorted(p for p in folder.iterdir() if p.name.endswith(ENDINGS)) if folder.is_dir() else []
     if len(files) > 1:
-        raise Problem(
-            f"{folder} holds {len(files)} checkpoints; say which one with --init {shlex.quote(str(files[0]))}"
-        )
+        raise Problem(f"{folder} holds {len(files)} checkpoints; choose one with --init {shlex.quote(str(files[0]))}")
     if files:
-        return str(files[0]), "it lies beside the photos"
+        return str(files[0]), "it is beside the photos"
     cards = [read_card(path) for path in list_cards().values()]
     cached = [card for card in cards if is_cached(card) and card.name != SHIPPED]
     if cached:
-        best: Card = max(cached, key=lambda card: card.linear_top1 or 0.0)
+        best: Card = max(cached, key=lambda card: (card.scores_on == "ImageNet-1k", card.linear_top1 or 0.0))
         return best.name, "it is on this machine"
     if options.download:
         return DOWNLOADED, "--download"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from finetune_mile.config.flags import Parser
-from finetune_mile.config.resolve import find_recipe
+from finetune_mile.config.resolve import NO_RUNS, find_recipe
 from finetune_mile.core.files import shipped, whole_file
 from finetune_mile.core.problems import Problem
 
@@ -60,9 +60,10 @@ def listed() -> list[tuple[str, str]]:
     """Names of recipes that a run takes, each with the first line of its comment."""
     folder, rows = shipped("recipes"), []
     for path in sorted(folder.rglob("*.yaml")):
-        name = path.relative_to(folder).with_suffix("")
-        if name.parts[0] in ("splits", "tables", "pretrain"):
+        file = path.relative_to(folder)
+        if file.parts[0] in NO_RUNS:
             continue
         comments = (line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
-        rows.append((str(name), next((line for line in comments if line and "$schema" not in line), "")))
+        about = next((line for line in comments if line and "$schema" not in line), "")
+        rows.append((str(file.with_suffix("")), about))
     return rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from finetune_mile import __version__
 from finetune_mile.checkpoints.cards import (
+    Card,
     fetch_card,
     find_card,
     folder_of,
@@ -22,18 +22,25 @@ from finetune_mile.checkpoints.cards import (
     list_cards,
     own_cards,
     read_card,
+    shipped_file,
 )
-from finetune_mile.checkpoints.init import Init, parse_init
+from finetune_mile.checkpoints.init import parse_init
 from finetune_mile.config.flags import Parser
 from finetune_mile.core.download import digest
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem
+from finetune_mile.verbs.weights_check import check_file, print_report
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.loading import Opened
 
 FEATURE_TOLERANCE = 1e-3  # of the largest feature: another processor rounds otherwise
-TOLERANCE = 1e-4  # largest difference over the largest feature
+
+EXAMPLES = {
+    "ls": "", "show": "mocov2", "check": "moco.pth.tar --names", "convert": "runs/mine mine.safetensors",
+    "add": "model.pth --name mine, then: finetune-mile run --init mine", "verify": "mocov2",
+    "docs": "--parity FOLDER --rewritten FOLDER",
+}  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
@@ -53,48 +60,63 @@ class _Verb(Parser):
         return options, rest
 
 
+def _add_verb(verbs: Any, name: str, text: str) -> Parser:
+    """A verb with its help and an example."""
+    example = f"example: finetune-mile weights {name} {EXAMPLES[name]}"
+    parser: Parser = verbs.add_parser(name, help=text, description=text, epilog=example)
+    return parser
+
+
 def _parser() -> Parser:
     parser = Parser(
-        prog="finetune-mile weights", description=__doc__, epilog="example: finetune-mile weights check FILE"
+        prog="finetune-mile weights",
+        description=__doc__,
+        epilog="example: finetune-mile weights check FILE. finetune-mile weights VERB --help has the flags of a verb.",
     )
     verbs = parser.add_subparsers(
         required=True, metavar="ls | show | check | convert | add | verify | docs", parser_class=_Verb
     )
-    ls = verbs.add_parser("ls", help="the published checkpoints we have a card for")
+    ls = _add_verb(verbs, "ls", "list the published checkpoints that have a card")
     ls.add_argument("--json", action="store_true", help="for scripts")
     ls.set_defaults(run=_ls)
-    show = verbs.add_parser("show", help="everything that is known of one")
+    show = _add_verb(verbs, "show", "print everything that is known about one checkpoint")
     show.add_argument("name")
     show.set_defaults(run=_show)
-    check = verbs.add_parser("check", help="detect, load and account for every tensor")
+    check = _add_verb(verbs, "check", "what a file is, how sure, what was assumed, what is dropped, how to use it")
     check.add_argument("init", metavar="NAME_OR_FILE")
-    check.add_argument("--against", type=Path, metavar="EXPECTED.npz", help="x_<size> and features_<size>")
+    check.add_argument(
+        "--against", type=Path, metavar="FILE", help="compare features: another checkpoint, or .npz (x_N, features_N)"
+    )
+    check.add_argument("--image", type=Path, help="a photo: norms of its features, classes if the file has a head")
     check.add_argument("--arch", help="the network, where the file does not show it")
+    check.add_argument("--format", help="whose file it is, where it does not show it: solo-learn, byol-convert, ...")
     check.add_argument("--names", action="store_true", help="list the tensors, not only their number")
     check.add_argument("--json", action="store_true", help="for scripts")
-    check.set_defaults(run=_check)
-    convert = verbs.add_parser("convert", help="write safetensors in torchvision names, and a config")
+    check.set_defaults(run=check_file)
+    convert = _add_verb(verbs, "convert", "write safetensors in torchvision names, and a config")
     convert.add_argument("init", metavar="FILE")
     convert.add_argument("out", type=Path)
     convert.add_argument("--to", choices=("own", "timm"), default="own")
     convert.add_argument("--arch", help="the network, where the file does not show it")
+    convert.add_argument("--format", help="whose file it is, where it does not show it: solo-learn, byol-convert, ...")
     head = convert.add_mutually_exclusive_group()
     head.add_argument("--drop-head", action="store_true", help="leave the trained classifier of a run out")
     head.add_argument("--keep-head", metavar="NAME", help="keep the classifier of another file, by its name there")
     convert.set_defaults(run=_convert)
-    add = verbs.add_parser("add", help="a card for a file of your own: --init NAME finds it from any folder")
+    add = _add_verb(verbs, "add", "a card for a file of your own: --init NAME finds it from any folder")
     add.add_argument("init", metavar="FILE", help="a file, or FILE::PREFIX")
     add.add_argument("--name", required=True, help="of the card")
     add.add_argument("--arch", help="the network, where the file does not show it")
+    add.add_argument("--format", help="whose file it is, where it does not show it: solo-learn, byol-convert, ...")
     add.add_argument("--method", help="how the weights were made (default: as the file says)")
     add.add_argument("--citation", default="", help="where they are from: a paper, an address")
     add.add_argument("--overwrite", action="store_true", help="replace a card that you added before")
     add.set_defaults(run=_add)
-    verify = verbs.add_parser("verify", help="fetch a card's file, check hash, tensors and features, and record it")
+    verify = _add_verb(verbs, "verify", "fetch a card's file, check hash, tensors and features, and record it")
     verify.add_argument("names", nargs="*", metavar="NAME")
     verify.add_argument("--all", action="store_true", help="all cards whose files are on this machine")
     verify.set_defaults(run=_verify)
-    docs = verbs.add_parser("docs", help="write docs/checkpoints.md from the cards and what is measured")
+    docs = _add_verb(verbs, "docs", "write docs/checkpoints.md from the cards and what is measured")
     docs.add_argument("--parity", type=Path, help="folder of checkpoints that upstream code wrote")
     docs.add_argument("--rewritten", type=Path, help="the same for those that our tests wrote")
     docs.add_argument("--out", type=Path, default=Path("docs/checkpoints.md"))
@@ -131,7 +153,8 @@ def _ls(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     card = find_card(args.name)
     rows: list[tuple[str, object]] = []
-    for key, value in card.model_dump(mode="json", exclude={"files", "urls"}).items():
+    hidden = {"files", "urls"} | (set() if card.knn_top1 is not None else {"knn_k", "knn_temperature"})
+    for key, value in card.model_dump(mode="json", exclude=hidden).items():
         several = value if isinstance(value, list) else [value]
         rows += [(key, each) for each in several if each not in (None, "", {})]
     for remote in card.remote():
@@ -148,80 +171,6 @@ def _show(args: argparse.Namespace) -> int:
 
 
 # ------------------------------------------------------------------------------ check and convert
-
-
-def _check(args: argparse.Namespace) -> int:
-    init = parse_init(args.init)
-    from finetune_mile.checkpoints.loading import open_trunk
-
-    opened = open_trunk(init, arch=args.arch)
-    against = args.against or _beside(init)
-    figures = compare(opened, against) if against else {}
-    fine = all(figure <= TOLERANCE for figure in figures.values())
-    if args.json:
-        result = {
-            "init": args.init, "ok": fine, "parity": figures, "tolerance": TOLERANCE,
-            "card": opened.card.model_dump(mode="json"), **opened.report.to_json(),
-        }  # fmt: skip
-        sys.stdout.write(json.dumps(result, indent=2) + "\n")
-        return 0 if fine else 1
-    _print_report(opened, names=args.names)
-    for size, figure in figures.items():
-        verdict = "as upstream" if figure <= TOLERANCE else f"DIFFERENT (more than {TOLERANCE:g})"
-        _say(f"features at {size}: {figure:.1e} of the largest, {verdict}")
-    if not figures:
-        _say("features: nothing to compare with (--against expected.npz)")
-    return 0 if fine else 1
-
-
-def _beside(init: Init) -> Path | None:
-    """`expected.npz` next to the file, where there is one."""
-    if init.path is None:
-        return None
-    beside = (init.path if init.kind == "folder" else init.path.parent) / "expected.npz"
-    return beside if beside.is_file() else None
-
-
-def _print_report(opened: Opened, *, names: bool) -> None:
-    report, card = opened.report, opened.card
-    _say(f"format: {report.format} ({report.why})")
-    _say(f"network: {report.arch}, padding {report.padding}")
-    seen = card.preprocess
-    _say(f"input: RGB in [0, 1], mean {seen.mean}, deviation {seen.std}, {seen.size} px, {seen.interpolation}")
-    for prefix, ours in report.mapping.items():
-        _say(f"mapping: {prefix!r} -> {ours!r}")
-    for part in ("loaded", "reset", "dropped", "stubs"):
-        values = getattr(report, part)
-        few = ", ".join(values if names else values[:4]) + (", ..." if len(values) > 4 and not names else "")
-        _say(f"{part}: {len(values)}" + (f" ({few})" if values else ""))
-
-
-def compare(opened: Opened, path: Path) -> dict[str, float]:
-    """For each size in an `expected.npz`: the largest difference over the largest feature."""
-    import numpy as np
-    import torch
-
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            data = {key: file[key] for key in file.files if key.startswith(("x_", "features_"))}
-    except (OSError, ValueError) as error:
-        raise Problem(f"--against {path} cannot be read: {error}") from error
-    sizes = [key.removeprefix("x_") for key in data if key.startswith("x_")]
-    missing = [f"features_{size}" for size in sizes if f"features_{size}" not in data]
-    if not sizes or missing:
-        raise Problem(f"--against {path}: {', '.join(missing) or 'x_<size>'} is missing")
-    network = opened.network.eval()
-    figures = {}
-    for size in sizes:
-        with torch.inference_mode():
-            features = network(torch.from_numpy(data[f"x_{size}"]).float()).numpy()
-        expected = data[f"features_{size}"]
-        if features.shape != expected.shape:
-            figures[size] = float("inf")
-            continue
-        difference = float(np.abs(features - expected).max() / np.abs(expected).max())
-        figures[size] = difference if np.isfinite(difference) else float("inf")
-    return figures
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -303,15 +252,13 @@ def _add(args: argparse.Namespace) -> int:
     target.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(target) as part:
         part.write_text(yaml.safe_dump(card.model_dump(mode="json", exclude_defaults=True), sort_keys=False), "utf-8")
-    _print_report(opened, names=False)
+    print_report(opened, names=False)
     _say(f"{target}\nuse it: --init {args.name}")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
     """Check cards one by one; what was seen is recorded beside the user's own cards."""
-    from finetune_mile.checkpoints.loading import open_trunk
-
     if bool(args.names) == args.all:
         raise Problem("name the cards to verify, or --all (`finetune-mile weights ls` lists them)")
     here = [path.stem for path in list_cards().values() if is_cached(read_card(path))]
@@ -319,29 +266,49 @@ def _verify(args: argparse.Namespace) -> int:
     for name in here if args.all else args.names:
         card = find_card(name, "NAME")
         try:
-            path = fetch_card(card)
-            opened = open_trunk(parse_init(card.name))
+            fine, words, seen = verify_card(card)
         except Problem as problem:
             _say(f"{name}: failed: {' '.join(problem.sentences)}")
             failed += 1
             continue
-        now, known = first_features(opened), card.features
-        off = max((abs(a - b) for a, b in zip(now, known, strict=False)), default=0.0)
-        fine = off <= FEATURE_TOLERANCE * max(map(abs, known), default=1.0)
-        hash_now = digest(path, "sha256") if path.is_file() else None
-        seen = {"sha256": hash_now, "features": now, "loaded": len(opened.report.loaded), "arch": opened.report.arch}
-        record = own_cards() / "verified" / f"{card.name}.json"
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_json(record, seen | {"ok": fine, "finetune_mile": __version__})
-        hashed = "hash as on the card" if card.sha256 else "the card has no hash"
-        compared = (
-            ("features as on the card" if fine else f"FEATURES DIFFER by {off:.2g}") if known else "no features known"
-        )
-        _say(
-            f"{name}: {opened.report.arch}, {len(opened.report.loaded)} tensors loaded, {hashed}, {compared}; {record}"
-        )
+        _say(f"{name}: {words}; {record(card, seen)}")
         failed += not fine
     return 1 if failed else 0
+
+
+def verify_card(card: Card) -> tuple[bool, str, dict[str, Any]]:
+    """Load a card's file: whether it is as on the card, the same in words, and what to record."""
+    from finetune_mile.checkpoints.loading import open_trunk
+
+    path = fetch_card(card)  # compares the hashes that the card has
+    opened = open_trunk(parse_init(card.name))
+    now, known = first_features(opened), card.features
+    off = max((abs(a - b) for a, b in zip(now, known, strict=False)), default=0.0)
+    fine = off <= FEATURE_TOLERANCE * max(map(abs, known), default=1.0)
+    files = [folder_of(card) / remote.name for remote in card.remote()] if shipped_file(card) is None else []
+    files = [file for file in files if file.is_file()] or [path]  # an unpacked archive may be gone
+    hashed = card.sha256 or (card.files and all(remote.sha256 for remote in card.files))
+    compared = (
+        ("features as on the card" if fine else f"FEATURES DIFFER by {off:.2g}") if known else "no features known"
+    )
+    words = (
+        f"{opened.report.arch}, {len(opened.report.loaded)} tensors loaded, "
+        f"{'hash as on the card' if hashed else 'the card has no hash'}, {compared}"
+    )
+    seen = {
+        "files": {file.name: {"sha256": digest(file, "sha256"), "bytes": file.stat().st_size} for file in files},
+        "features": now, "loaded": len(opened.report.loaded), "arch": opened.report.arch, "ok": fine,
+        "finetune_mile": __version__,
+    }  # fmt: skip
+    return fine, words, seen
+
+
+def record(card: Card, seen: dict[str, Any]) -> Path:
+    """Write what was seen of a card's file beside the user's own cards."""
+    path = own_cards() / "verified" / f"{card.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, seen)
+    return path
 
 
 def first_features(opened: Opened) -> tuple[float, ...]:

@@ -10,12 +10,60 @@ from pathlib import Path
 from finetune_mile.checkpoints.cards import read_card
 from finetune_mile.core.files import shipped
 from finetune_mile.core.problems import Problem
-from finetune_mile.verbs.weights import TOLERANCE, compare
+from finetune_mile.verbs.weights_check import TOLERANCE, compare
 
 _HEAD = """\
 # Checkpoints
 
-Written by `finetune-mile weights docs --parity FOLDER --rewritten FOLDER`; do not edit by hand.
+Written by `finetune-mile weights docs --parity FOLDER --rewritten FOLDER` (without a folder, its table is
+kept) and `python -m tests.checkpoints.upstream`; do not edit by hand.
+
+## On top of solo-learn weights
+
+solo-learn's `main_pretrain.py` writes `trained_models/METHOD/ID/NAME-ID-ep=N.ckpt`. Give that file; nothing of
+solo-learn has to be installed:
+
+```bash
+finetune-mile weights check 'trained_models/byol/1a2b/byol-1a2b-ep=399.ckpt'
+finetune-mile run --init 'trained_models/byol/1a2b/byol-1a2b-ep=399.ckpt' --data folder:photos --fraction 0.1
+finetune-mile run --init 'trained_models/byol/1a2b/byol-1a2b-ep=399.ckpt' --recipe ssl/byol --fraction 0.01
+```
+
+- **Loaded**: `backbone` (`encoder` in 2021). `--init 'FILE::momentum_backbone'` takes the moving average instead.
+- **Dropped**: projector, predictor, queue, prototypes. `classifier` is the online probe: it has seen all labels, so it
+  is not used unless `--keep-head classifier` asks for it.
+- **CIFAR**: the stem is a 3x3 convolution with padding 2. A complete file shows that it is solo-learn's.
+  For a backbone that was extracted as in solo-learn's README, say `--format solo-learn`.
+- **Input**: ImageNet's mean and deviation. solo-learn trains CIFAR with CIFAR's own, which no file shows: see
+  the cards, and say `--set 'mean=[0.4914,0.4822,0.4465]' --set 'std=[0.247,0.243,0.261]'`.
+- **Recipe**: on your own images `finetune.yaml` is taken. On ImageNet name the one of the method, as above:
+  `ssl/byol`, `ssl/simclr`, `ssl/mocov2` (also for MoCo-v2+), `ssl/swav`; `ssl/any` for the others.
+- **Where to get files**: solo-learn took its files off the net in April 2026. The 52 cards `solo-*` keep its list of
+  ResNets: method, data, network, epochs and published accuracy. If you have one of the files, `--init FILE` loads it.
+
+## On top of VISSL weights
+
+Each ResNet of VISSL's MODEL_ZOO.md has a card, which fetches the file (DeepCluster-v2 and the widest SwAV under
+the names of SwAV's own list, `deepclusterv2*` and `swav-w5`); a file of your own works as well:
+
+```bash
+finetune-mile run --init vissl-swav-800ep --fraction 0.01
+finetune-mile run --init checkpoints/model_final_checkpoint_phase199.torch --data folder:photos
+```
+
+- **Loaded**: the trunk in `classy_state_dict.base_model.model.trunk`, or names below `_feature_blocks` in the zoo's
+  converted files. The heads, the optimiser and the loss (with MoCo's key encoder) are dropped.
+- **Input**: RGB, ImageNet's mean and deviation; SimCLR-v2's converted trunk expects [0, 1], as on its card.
+  No VISSL file shows whether it was trained with BGR or Lab images: the load report says that RGB is assumed.
+- **Recipe**: a card of SimCLR, SwAV, MoCo-v2 or BYOL chooses that method's recipe on ImageNet; for a file add
+  `--recipe ssl/swav` or another. Supervised and semi-supervised weights of the zoo have seen ImageNet's labels;
+  their cards say so.
+- **Not there**: AlexNet, RegNet, XCiT, and colourisation, whose network sees Lab images. Files of FSDP shards must be
+  consolidated in VISSL.
+
+lightly's ImageNet benchmarks have cards too (`lightly-*`, ten ResNet-50).
+
+## What `--init` takes
 
 `--init` takes a card's name, a file, a folder (TensorFlow checkpoint, SavedModel, one of our run
 folders, a Hugging Face folder), `timm:NAME`, `hf:owner/name`, or `none`. The format is found by
@@ -32,13 +80,29 @@ finetune-mile weights add runs/pretrain-1/export/model.safetensors --name mine -
 finetune-mile weights verify mine
 ```
 
-- **Several trunks in one file** (online and momentum, student and teacher): formats that we know
-  say which one is meant. Otherwise the load stops and names them; pick one by its prefix,
-  `--init 'FILE::PREFIX'`. SimCLR-v2's EMA copy is `--init simclrv2-sk1::ema_model`. After `::` the
-  name of a format forces that format. A part that is picked by its prefix keeps the format of the
-  complete file: its padding, its input and its stem.
+The published files could not be fetched where this was written, so their cards have no hash and no features yet.
+If you could fetch one, send in what you saw: open an issue or a pull request with the record
+(`~/.config/finetune_mile/weights/verified/NAME.json`). Its hashes, sizes and features go onto the card, which then says
+`verified: true`; from then on every other user's file is compared with yours. `finetune-mile preflight`
+adds the accuracies that it measured to the record ([imagenet.md](imagenet.md)).
+
+- **Several backbones in one file** (online and momentum, student and teacher): formats that we know
+  say which one is meant. In other files it is the one that is not called momentum, target, key or ema.
+  The load report names the others; `--init 'FILE::teacher'` takes the one whose prefix has that part.
+  Where nothing tells, the load stops and prints the ways to type. SimCLR-v2's EMA copy is
+  `--init simclrv2-sk1::ema_model`. A part that is picked keeps the format of the complete file: its
+  padding, its input and its stem.
+- **Whose file it is**: `--format solo-learn` (or `FILE::solo-learn`, or `load(..., format=)`) gives a
+  file that format's conventions where it does not show them, such as an extracted backbone.
+- **What is assumed**: a file that has nothing but the names of a network is read as torchvision's (or
+  timm's) network. The load report lists what no tensor shows, with the flag to say otherwise: stride
+  in the 3x3 (`-v1`: in the 1x1), max-pooling after a 7x7 stem (`-nopool`) and none after a 3x3 stem
+  (`-pool`), no anti-aliasing, no dilation. `finetune-mile weights check FILE` shows it.
 - **Parts inside a backbone that we do not know**, such as attention modules, stop the load: without
-  them the features would be wrong. Heads, queues and momentum copies beside it are dropped.
+  them the features would be wrong. Modules beside it (heads, queues, copies) are dropped.
+- **Objects beside the weights** (settings with `functools.partial`, metrics, generators) stay inert: no
+  file runs code. A file that calls a function which could act is refused. TorchScript is refused with
+  the line that saves its weights.
 - **Heads** are always new in a run. A classifier in the file has seen labels (SimCLR-v2's
   `head_supervised` all of ImageNet's); it is used only when it is named, by `keep_head`. It was
   trained on the backbone's features, so `keep_head` does not go with `head_from: 1`, except for our
@@ -61,6 +125,7 @@ finetune-mile weights verify mine
   after `bn1` (a Sequential of the children of lightly's ResNetGenerator),
   `timm:vit_small_patch16_224:heads=12` another number of attention heads than timm's (MoCo-v3). They
   are read from the file where it tells, and can be given with `--arch`.
+- **Vision transformers, ConvNeXt, Swin, transformers' folders and shards**: docs/vits.md.
 - Infinite or undefined numbers in any tensor that is loaded, and negative variances, stop the load.
 - Our own exports carry all this in the header of `model.safetensors`.
 """
@@ -82,8 +147,23 @@ of the format, not against a file of the upstream.
 """
 
 
+_SAMPLES = """\
+## Measured: what becomes of files that upstream's code wrote
+
+Each sample is a small description of a file, with the features that upstream's own network gives.
+*exact*: the largest difference is below 1e-4 of the largest feature, and no plausible misreading is near.
+*asks*: the load stops, and every way that its message prints was executed. The features of
+`timm_resnetaa50` and `timm_resnetblur50` are wrong without `--arch`: nothing in their flat files shows
+anti-aliasing, and the load report says that none is assumed.
+"""
+BEGIN, END = "<!-- samples: python -m tests.checkpoints.upstream -->\n", "<!-- end of samples -->\n"
+
+
 def write_docs(out: Path, *, parity: Path | None, rewritten: Path | None) -> None:
-    """Write docs/checkpoints.md from the cards, the adapters and the folders that are measured on the spot."""
+    """Write docs/checkpoints.md from the cards, the adapters and the folders that are measured on the spot.
+
+    Tables that are not measured now are kept as they are in the page.
+    """
     from finetune_mile.checkpoints.adapters import ADAPTERS
 
     formats = []
@@ -94,21 +174,38 @@ def write_docs(out: Path, *, parity: Path | None, rewritten: Path | None) -> Non
     cards = []
     for card in sorted(map(read_card, shipped("weights").glob("*.yaml")), key=lambda card: card.name):
         top1 = "" if card.linear_top1 is None else f"{card.linear_top1:g}"
+        knn = "" if card.knn_top1 is None else f"{card.knn_top1:g} (k {card.knn_k})"
         tuned = ", ".join(f"{value:g} ({float(part):.0%})" for part, value in card.finetune_top1.items())
         seen = "yes" if card.verified else "unverified"
-        cards.append((f"`{card.name}`", card.method, card.arch or "", top1, tuned, card.licence, seen))
+        if top1 and card.scores_on != "ImageNet-1k":
+            top1 += f" ({card.scores_on})"
+        seen = seen if card.file else "not published"
+        cards.append((f"`{card.name}`", card.method, card.arch or "", card.data, top1, knn, tuned, card.licence, seen))
+    old = out.read_text(encoding="utf-8") if out.is_file() else ""
     parts = [
         _HEAD,
         "## Formats, in the order in which they are tried\n\n"
         + _markdown(("format", "made by", "padding", "input"), formats),
-        *(f"{title}\n{_measured(folder)}" for title, folder in ((_UPSTREAM, parity), (_REWRITTEN, rewritten))
-          if folder is not None),
+        f"{_SAMPLES}\n{BEGIN}{old.partition(BEGIN)[2].partition(END)[0]}{END}",
+        *(f"{title}\n{_measured(folder)}" if folder else _kept(old, title)
+          for title, folder in ((_UPSTREAM, parity), (_REWRITTEN, rewritten))),
         f"## Cards ({len(cards)})\n\n"
-        "Accuracies as published. `unverified`: nobody here could fetch the published file.\n\n"
-        + _markdown(("card", "method", "network", "linear top-1", "fine-tuned top-1", "licence", "loaded"), cards),
+        "Accuracies as published, in per cent of ImageNet's validation images if nothing else is said; `weights show\n"
+        "NAME` says where. `unverified`: nobody here could fetch the published file.\n\n"
+        + _markdown(
+            ("card", "method", "network", "data", "linear top-1", "k-NN", "fine-tuned top-1", "licence", "loaded"),
+            cards,
+        ),
     ]  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("\n".join(parts), encoding="utf-8")
+    out.write_text("\n".join(filter(None, parts)), encoding="utf-8")
+
+
+def _kept(page: str, title: str) -> str:
+    """The section of a page that begins with this title, or nothing."""
+    heading = title.splitlines()[0] + "\n"
+    body = page.partition(heading)[2].partition("\n## ")[0]
+    return f"{heading}{body}" if body else ""
 
 
 def _markdown(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

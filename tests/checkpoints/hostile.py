@@ -57,6 +57,51 @@ def zips() -> dict[str, bytes]:
     }
 
 
+def write_indices(folder: Path, canary: Path) -> list[Path]:
+    """Indexes of shards that lead elsewhere, in circles, or to more than there is, beside some honest shards."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    real = struct.pack("<Q", len(header)) + header + bytes(4)
+    lying = json.dumps({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
+    places: dict[str, object] = {
+        "up": {"w": "../real.safetensors"},
+        "absolute": {"w": "/etc/passwd.bin"},
+        "backslash": {"w": "..\\real.safetensors"},
+        "hidden": {"w": ".real.safetensors"},
+        "null": {"w": "real\0.bin"},
+        "url": {"w": "https://example.org/x.bin"},
+        "itself": {"w": "itself.index.json"},
+        "circle": {"w": "itself.index.json"},
+        "folder": {"w": "folder.bin"},
+        "absent": {"w": "model-00001-of-00009.bin"},
+        "list": {"w": ["real.safetensors"]},
+        "number": {"w": 7},
+        "missing_tensor": {"w": "real.safetensors", "v": "real.safetensors"},
+        "unlisted_tensor": {"v": "other.safetensors"},
+        "many": {f"w{i}": f"{i}.bin" for i in range(5000)},
+        "lying_shard": {"w": "lying.safetensors"},
+        "harmful_shard": {"w": "harm.bin"},
+        "empty": {},
+        "none": None,
+    }
+    total = {"total_size": 2**62}
+    files = {name: json.dumps({"metadata": total, "weight_map": map_}).encode() for name, map_ in places.items()} | {
+        "deep": b'{"weight_map": ' + b"[" * 100_000,
+        "not_json": b"\x80\x02}.",
+        "array": b"[1, 2]",
+        "giant_number": b'{"weight_map": {"w": ' + b"9" * 100_000 + b"}}",
+        "large": b" " * (17 * 2**20),
+    }
+    (folder / "folder.bin").mkdir(parents=True)
+    (folder / "real.safetensors").write_bytes(real)
+    (folder / "other.safetensors").write_bytes(real)
+    (folder / "lying.safetensors").write_bytes(struct.pack("<Q", len(lying)) + lying)
+    (folder / "harm.bin").write_bytes(f"cos\nsystem\n(S'touch {canary}'\ntR.".encode())
+    (folder / "model-00001-of-00002.safetensors").write_bytes(real)
+    for name, raw in files.items():
+        (folder / f"{name}.index.json").write_bytes(raw)
+    return [*(folder / f"{name}.index.json" for name in files), folder / "model-00001-of-00002.safetensors"]
+
+
 def legacies(canary: Path) -> dict[str, bytes]:
     """Legacy files: pickles in the magic number's clothes, and lies about what follows."""
     one = proto2(in_dict(tensor(storage(), 0, integers(4), integers(1))))
@@ -195,7 +240,8 @@ def write_corpus(folder: Path, canary: Path) -> dict[Path, str]:
     add("text.pkl", f"cos\nsystem\n(S'touch {canary}'\ntR.".encode(), "os.system")
     for name, raw in {**zips(), **legacies(canary), **safetensors_files()}.items():
         add(name, raw)
-    corpus |= dict.fromkeys(write_bundles(folder), "")
+    corpus |= dict.fromkeys([*write_bundles(folder), *write_indices(folder / "indices", canary)], "")
+    corpus[folder / "indices" / "harmful_shard.index.json"] = "os.system"
     return corpus
 
 

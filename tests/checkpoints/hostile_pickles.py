@@ -44,7 +44,6 @@ def _library_calls(canary: Path) -> Named:
         "unpickler": ("_pickle.loads", b"C\x01."),
         "interpreter": ("code.interact", b""),
         "ctypes": ("ctypes.CDLL", text("libc.so.6")),
-        "partial": ("functools.partial", glob("mylab.config", "Config")),
         "methodcaller": ("operator.methodcaller", text("system") + shell),
         "attrgetter": ("operator.attrgetter", text("system")),
         "webbrowser": ("webbrowser.open", text("http://localhost")),
@@ -91,7 +90,12 @@ def _detours(canary: Path) -> Named:
     os_module = call(glob("builtins", "__import__"), text("os"))
     made: Named = {}
     getattr_ = glob("builtins", "getattr")
-    made["getattr_chain"] = ("builtins.getattr", call(call(getattr_, os_module, text("system")), shell))
+    made["partial"] = ("os.system", call(glob("functools", "partial"), glob("os", "system"), shell))
+    made["partial_called"] = (
+        "huggingface_hub.hf_hub_download",
+        call(glob("functools", "partial"), call(glob("huggingface_hub", "hf_hub_download"), text("x"))),
+    )
+    made["getattr_chain"] = ("builtins.__import__", call(call(getattr_, os_module, text("system")), shell))
     made["getattr_stub"] = ("builtins.getattr", call(getattr_, glob("mylab", "Net"), text("__init__")))
     nested = call(glob("mylab", "Net"), call(glob("mylab", "Net"), call(glob("os", "system"), shell)))
     made["nested_reducers"] = ("os.system", nested)
@@ -228,7 +232,7 @@ def _array(shape: bytes, code: str, data: bytes) -> bytes:
 def _arrays() -> Bodies:
     """Arrays of objects, and arrays that lie."""
     return {
-        "object_array": _array(b"K\x01\x85", "O8", b"](K\x01e"),
+        "object_array": _array(b"K\x01\x85", "O8", b"](" + glob("os", "system") + b"e"),
         "object_array_bytes": _array(b"K\x01\x85", "O8", b"C\x08" + bytes(8)),
         "inner_pickle": _array(b"K\x01\x85", "V8", b"C\x08" + bytes(8)),
         "array_lies": _array(integers(2**20, 2**18), "f4", b"C\x04" + bytes(4)),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from making import (
     TF_LEAVES,
@@ -131,6 +133,27 @@ def _own() -> Contents:
     return flat(tensors, "safetensors", finetune_mile=json.dumps(config))
 
 
+def _upstream(name: str) -> Contents:
+    """A file as the specification of upstream's own (parity/) describes it, without memory."""
+    text = gzip.decompress((Path(__file__).parent / "parity" / f"{name}.json.gz").read_bytes())
+    (entry,) = json.loads(text)["files"].values()
+
+    def grow(node: object, key: str = "") -> object:
+        if not isinstance(node, dict):
+            return node
+        if "shape" in node:
+            return light(key, tuple(node["shape"]))
+        ((tag, body),) = [item for item in node.items() if item[0] != "metadata"]
+        if tag in ("list", "tuple"):
+            return [grow(value) for value in body]
+        pairs = body.items() if isinstance(body, dict) else body
+        return {name: grow(value, str(name)) for name, value in pairs} if tag in ("dict", "odict") else body
+
+    tree = grow(entry["tree"])
+    assert isinstance(tree, dict)
+    return torch_file(**tree)
+
+
 SAMPLES: dict[str, Callable[[], Contents]] = {
     "finetune-mile": _own,
     "simclr-tf": _simclr_tf,
@@ -144,6 +167,7 @@ SAMPLES: dict[str, Callable[[], Contents]] = {
         container="pickle",
         tree={"model": as_detectron2(trunk("resnet50")), "__author__": "MOCO", "matching_heuristics": True},
     ),
+    "openmmlab": lambda: _upstream("mmpretrain_byol"),
     "moco": _moco,
     "moco-v3": _moco_v3,
     "swav": _swav,
@@ -154,6 +178,9 @@ SAMPLES: dict[str, Callable[[], Contents]] = {
     "mile": lambda: _mile(trunk("resnet18"), 512),
     "mile-simclrv2-sk": lambda: _mile(as_separius(trunk("resnet50-sk"), sk=True), 2048),
     "mile-simclrv2": lambda: _mile(as_separius(trunk("resnet50"), sk=False), 2048),
+    "barlow-twins": lambda: _upstream("barlow_checkpoint"),
+    "vicreg": lambda: _upstream("vicreg_model"),
+    "simsiam": lambda: _upstream("simsiam_r50"),
     "solo-learn": _solo,
     "lightly": lambda: _lightly(
         as_children(trunk("resnet18")), under("backbone_momentum.", as_children(trunk("resnet18")))

@@ -108,6 +108,7 @@ def test_timm_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert card.preprocess.mean == (0.5, 0.5, 0.5)
     assert report.format == "timm"
     assert network(torch.rand(1, 3, 224, 224)).shape == (1, 10)
+    assert network(torch.rand(1, 3, 64, 64)).shape == (1, 10)  # positions are resized
     with pytest.raises(Problem, match="timm has no model"):
         load("timm:vit_nano")
 

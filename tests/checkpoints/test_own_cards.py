@@ -65,6 +65,8 @@ def test_verify_checks_hash_tensors_and_features_and_records_them(own, tmp_path,
     record = json.loads((tmp_path / "config/weights/verified/mine.json").read_text())
     assert record["ok"]
     assert len(record["features"]) == 8
+    assert record["files"]["net.safetensors"]["bytes"] == own.stat().st_size
+    assert len(record["files"]["net.safetensors"]["sha256"]) == 64
     path = tmp_path / "config/weights/mine.yaml"
     card = yaml.safe_load(path.read_text())
     card["features"][3] += 0.1

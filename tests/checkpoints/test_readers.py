@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import collections
 import enum
+import functools
+import operator
 import pickle
 import zipfile
 
@@ -193,6 +195,74 @@ def test_stubs_are_sorted_and_not_called(tmp_path):
     assert list(contents.stubs) == sorted(names)
     assert contents.tree["b"].state == {"arch": "resnet50"}
     assert not isinstance(contents.tree["a"], Meter)
+
+
+class History:
+    def mean(self) -> float:
+        return 0.0
+
+
+def user_function() -> None:
+    raise AssertionError("called")
+
+
+def ordinary_objects() -> dict[str, object]:
+    """What people keep beside their weights: settings, metrics, generators, and the methods of mmengine's buffers."""
+    import torchmetrics
+
+    return {
+        "partial": functools.partial(torch.nn.LayerNorm, eps=1e-6),
+        "partial of a user's function": functools.partial(user_function, 3),
+        "torch's version": torch.__version__,
+        "torchmetrics": torchmetrics.MeanMetric(),
+        "method, as in mmengine's HistoryBuffer": History.mean,
+        "torch generator": torch.Generator(),
+        "numpy generator": np.random.default_rng(0),
+        "numpy objects": np.array([None, "a"], dtype=object),
+        "numpy text": np.array(["a", "b"]),
+        "ellipsis": ...,
+        "itemgetter": operator.itemgetter(1),
+        "torch function": torch.nn.functional.relu,
+        "sparse": torch.ones(2, 2).to_sparse(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("name", sorted(ordinary_objects()))
+def test_ordinary_objects_beside_the_weights_are_inert(tmp_path, name, protocol):
+    thing = {"state_dict": {"w": torch.arange(3.0)}, "hyper_parameters": {"x": ordinary_objects()[name]}}
+    torch.save(thing, tmp_path / "x.ckpt", pickle_protocol=protocol)
+    tree = read(tmp_path / "x.ckpt").tree
+    assert torch.equal(tree["state_dict"]["w"], torch.arange(3.0))
+    assert not callable(tree["hyper_parameters"]["x"])
+    assert "Stub" in str(type(tree["hyper_parameters"]["x"]))
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(1, 2))])
+def test_torchscript_is_called_torchscript(tmp_path, make):
+    make(torch.nn.Linear(2, 3)).save(str(tmp_path / "model.pt"))
+    with pytest.raises(Problem, match=r"TorchScript archive.*torch\.save\(torch\.jit\.load"):
+        read(tmp_path / "model.pt")
+    weights = torch.jit.load(str(tmp_path / "model.pt")).state_dict()  # the way that the sentence prints
+    torch.save(weights, tmp_path / "weights.pth")
+    assert_same(read(tmp_path / "weights.pth").tree, dict(weights))
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_a_whole_module_is_its_state_dict_in_both_containers(tmp_path, new):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    torch.save(module, tmp_path / "model.pkl", _use_new_zipfile_serialization=new)
+    assert_same(read(tmp_path / "model.pkl").tree, module.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_quantised_weights_are_called_quantised(tmp_path):
+    torch.save({"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, tmp_path / "x.pth")
+    with pytest.raises(Problem, match="quantised"):
+        read(tmp_path / "x.pth")
 
 
 def test_tied_weights_stay_tied_and_own_their_storage(tmp_path):

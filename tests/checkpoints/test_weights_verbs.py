@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,8 @@ from finetune_mile.checkpoints.cards import list_cards
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.loading import load_network
 from finetune_mile.cli import main as command
+from finetune_mile.config.flags import parse
+from finetune_mile.core.problems import Problem
 
 
 def main(words: list[str]) -> int:
@@ -77,9 +81,68 @@ def test_check_accounts_and_compares(file: Path, capsys: pytest.CaptureFixture[s
     assert "trunk behind a prefix" in out
     assert "mapping: 'module.pre.' -> ''" in out
     assert "resnet-demo" in out
-    assert "as upstream" in out
+    assert "the same as" in out
     assert main(["check", str(file)]) == 0
-    assert "nothing to compare with" in capsys.readouterr().out
+    assert "not compared (--against" in capsys.readouterr().out
+
+
+def test_check_answers_in_one_screen(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it is, how sure, what was assumed, what is dropped, the input, and a line that can be typed."""
+    assert main(["check", str(file)]) == 0
+    out = capsys.readouterr().out
+    lines = dict(line.split(": ", 1) for line in out.splitlines())
+    assert {"format", "network", "sure", "assumed", "input", "loaded", "dropped", "use it"} <= lines.keys()
+    assert len(out.splitlines()) <= 24
+    assert lines["sure"] == "by the names of the tensors alone"
+    assert {"no dilation", "features are the mean over the last map"} <= set(re.findall(r"assumed: (.*)", out))
+    words = shlex.split(lines["use it"])
+    parsed = parse(words[2:])
+    assert finetune_mile.load(parsed.init).report.arch == "resnet-demo"
+
+
+def test_check_against_another_checkpoint(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(file), str(tmp_path / "same")]) == 0
+    assert main(["check", str(file), "--against", str(tmp_path / "same" / "model.safetensors")]) == 0
+    state = torch.load(file, weights_only=True)
+    first = next(iter(state))
+    torch.save(state | {first: state[first] + 1}, tmp_path / "other.pth")
+    assert main(["check", str(file), "--against", str(tmp_path / "other.pth")]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_check_shows_a_photo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Norms, and the classes that the head in the file finds: those of the network itself."""
+    network, _, _ = load_network("simclr-demo", arch=None, num_classes=3, head_bias="zero")
+    torch.save(network.state_dict(), tmp_path / "mine.pth")
+    Image.new("RGB", (40, 40), (200, 30, 30)).save(tmp_path / "red.png")
+    words = ["check", str(tmp_path / "mine.pth"), "--arch", "resnet-demo", "--image", str(tmp_path / "red.png")]
+    assert main([*words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["image"]
+    opened = finetune_mile.load(str(tmp_path / "mine.pth"), arch="resnet-demo")
+    pixels = opened.preprocess(Image.open(tmp_path / "red.png")).unsqueeze(0)
+    with torch.inference_mode():
+        assert facts["norm"] == pytest.approx(float(opened(pixels).norm()), rel=1e-4)
+        shares = network.eval()(pixels).softmax(1)[0]
+    assert facts["classes"][0] == [f"class {int(shares.argmax())}", pytest.approx(float(shares.max()), rel=1e-4)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "its classes: class " in out
+    assert "norm of the features" in out
+    assert main(["check", str(tmp_path / "mine.pth"), "--image", str(tmp_path / "absent.png")]) == 2
+
+
+def test_format_is_an_answer_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--format` is a part of --init, so that a recipe and a resumed run keep it; every verb with --init has it."""
+    state = {name: torch.rand(tensor.shape) for name, tensor in trunk("resnet-demo").items() if tensor.ndim}
+    torch.save(state, tmp_path / "mine.pth")
+    assert parse(["--init", "mine.pth", "--format", "solo-learn"]).init == "mine.pth::format=solo-learn"
+    assert main(["check", str(tmp_path / "mine.pth"), "--format", "byol-convert", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["padding"] == "same"
+    assert finetune_mile.load(str(tmp_path / "mine.pth"), format="byol-convert").report.padding == "same"
+    assert main(["check", str(tmp_path / "mine.pth"), "--format", "byol-convrt"]) == 2
+    assert "did you mean byol-convert?" in capsys.readouterr().err
+    with pytest.raises(Problem, match="--format solo-learn says whose file --init is"):
+        parse(["--format", "solo-learn"])
 
 
 @pytest.mark.parametrize(("against", "code"), [("wrong", 1), ("shape", 1), ("lacking", 2), ("absent", 2)])

@@ -33,6 +33,7 @@ SOFT = ["--set", "mile.targets=soft"]
 CYCLE = ["--set", "mile.pseudo_labels=cycle"]
 TENTH = ["--fraction", "0.1", "--semi"]
 TEACHER = "the run of the mode sigmoid"
+HEAT = ["--set", "distill.loss=cross_entropy", "--set", "distill.temperature=2", "--set"]
 SHARE = ["--set", "labelled_share=0.4"]
 
 MODES = {
@@ -49,6 +50,7 @@ MODES = {
     "noisy-student": [*OTHER, "noisy-student"],
     "self-distill": [*OTHER, "self-distill"],
     "distill": [*OTHER, "distill", "--teacher", TEACHER],
+    "distill-labels": [*OTHER, "distill", "--teacher", TEACHER, *TENTH, "all", *HEAT, "distill.label_weight=0.3"],
     "semi-all": [*MILE, *SOFT, *TENTH, "all"],
     "semi-unlabelled": [*MILE, *SOFT, *TENTH, "unlabelled"],
     "semi-share": [*MILE, *SOFT, *TENTH, "all", *SHARE, "--set", "mile.union=true"],
@@ -73,6 +75,7 @@ RULES += [
 ]
 RULES += ["--set=optimizer.head_lr=null", "--set=optimizer.nesterov=false"]
 MODES |= {"first-run": [*MILE, *RULES]}
+MODES |= {"patience": [*MILE, "--patience", "1", "--set", "evaluate.phases=true"]}
 
 DIGITS = "--data colored-mnist of digits that are drawn"
 PENALTY = ["--recipe", "ood/colored-mnist", DIGITS, "--steps", "24", "--batch-size", "16", "--lr", "0.01"]

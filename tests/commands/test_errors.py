@@ -11,7 +11,9 @@ from shortcuts import ROOT
 import finetune_mile
 from finetune_mile import cli
 from finetune_mile.cli import main
+from finetune_mile.core.files import shipped
 from finetune_mile.core.problems import Failed
+from finetune_mile.verbs.weights import EXAMPLES
 
 CASES = {
     "unknown flag": (["--fractoin", "0.1"], "did you mean --fraction?"),
@@ -91,7 +93,7 @@ def test_explain_json_gives_every_setting_and_who_set_it(tmp_path, monkeypatch, 
     assert found["settings"]["optimizer.lr"] == {"value": 0.3, "set_by": "--lr"}
     assert found["settings"]["mile.k_t"]["set_by"] == "base any.yaml, fractions 0.01"
     assert found["settings"]["mile.k_t"]["source"].startswith("our choice")
-    assert found["settings"]["precision"] == {"value": "no", "set_by": "schema"}
+    assert found["settings"]["compile"] == {"value": False, "set_by": "schema"}
     assert main(["run", "--json"]) == 2
     assert "--json belongs to --explain" in capsys.readouterr().err
 
@@ -156,11 +158,21 @@ def test_recipes_are_listed_shown_and_copied(tmp_path, capsys):
     assert "write: finetune-mile recipes cp NAME FILE" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", cli.VERBS)
+@pytest.mark.parametrize(
+    ("name", "machines", "processes"), [("one-gpu", 1, 1), ("eight-gpus", 1, 8), ("two-nodes", 2, 16)]
+)
+def test_accelerates_configurations_are_read_by_accelerate(name, machines, processes):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found = load_config_from_file(str(shipped("recipes") / f"launch/{name}.yaml"))
+    assert (found.num_machines, found.num_processes, found.mixed_precision) == (machines, processes, "no")
+
+
+@pytest.mark.parametrize("verb", [*cli.VERBS, *(f"weights {verb}" for verb in EXAMPLES)])
 def test_the_help_of_a_verb_fits_a_screen_and_has_an_example(verb, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit):
-        main([verb, "--help"])
+        main([*verb.split(), "--help"])
     said = capsys.readouterr().out
     assert len(said.splitlines()) <= 55
     assert "example" in said

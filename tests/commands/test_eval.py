@@ -138,7 +138,7 @@ def test_a_run_scores_as_it_did_and_is_compared_image_by_image(run_demo, tmp_pat
     assert results(tmp_path / "file")["accuracy"] == before["accuracy"]
     assert "accuracy_low" not in results(tmp_path / "file")
     evaluate("--model", weights, "--data", "demo:400", "--out", out, expect=2)
-    assert "say --overwrite" in capsys.readouterr().err
+    assert "use --overwrite" in capsys.readouterr().err
     evaluate("--model", weights, "--data", "demo:400", "--out", out, "--overwrite", "--draws", 0)
     assert not (out / "comparison.json").exists(), "nothing of the old evaluation stays"
     evaluate("--model", weights, "--data", "demo:400", "--out", runs[0], "--overwrite", expect=2)
@@ -258,7 +258,7 @@ CASES = {
     "both": (["--model", "timm:resnet18", "--logits", "x.parquet"], "one of them"),
     "unknown flag": (["--modl", "x"], "did you mean --model?"),
     "a word": (["x"], "unexpected argument 'x'"),
-    "no data": (["--model", "timm:resnet18"], "--data is missing"),
+    "no data": (["--model", "timm:resnet18"], "--data is required"),
     "no file": (["--model", "nothing.pth", "--data", "demo"], "--model nothing.pth: no such file"),
     "no run": (["--model", "run:nowhere"], "no directory 'nowhere'"),
     "not a run": (["--model", "run:.", "--data", "demo"], "no export in it"),

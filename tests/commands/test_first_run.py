@@ -1,5 +1,6 @@
 """The default on one's own photos: a probe as the start, a trial that decides how far to go, the first weights told."""
 
+import csv
 import html
 import json
 import re
@@ -16,10 +17,12 @@ from shortcuts import tinted_photos
 import finetune_mile
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.cli import main as verbs
+from finetune_mile.config.resolve import resolve
 from finetune_mile.measures.guards import worse_than_probe
 from finetune_mile.run import main
 from finetune_mile.training import plan as planning
 from finetune_mile.training import start as starts
+from finetune_mile.training.explain import how_far
 from finetune_mile.training.setup import Viewer
 
 LITTLE = ["--init", "simclr-demo", "--set", "size=24", "--set", "workers=0", "--set", "checkpoint_every=4"]
@@ -170,6 +173,15 @@ def test_settings_that_do_not_go_together(photos, tmp_path, capsys, flags, sente
     assert sentence in capsys.readouterr().err
 
 
+def test_a_run_says_what_decides_how_far_its_weights_go():
+    """With 120 photos it promised a trial that there was none of."""
+    recipe = resolve({"data": "folder:photos", "init": "simclr-demo"}, []).recipe
+    said = {labels: how_far(recipe, labels) for labels in (120, 200, 20_000, 20_001)}
+    assert said[120] == ", 120 labels are too few for a trial, so the weights go half of the way"
+    assert said[200] == said[20_000] == ", a trial decides how far the weights go"
+    assert said[20_001] == how_far(recipe.model_copy(update={"keep": "last"}), 120) == ""
+
+
 def test_the_rules_go_with_a_frozen_trunk(photos, tmp_path, few, monkeypatch):
     """The probe, trained on: the export joins the backbone and the folded classifier."""
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
@@ -197,20 +209,24 @@ def test_test_images_are_scored_once_and_decide_nothing(photos, tmp_path, few, m
     shutil.copytree(photos, data)
     shutil.copytree(photos / "val", data / "test")
     (data / "test/red/9.png").unlink()
-    flags = [*LITTLE, "--data", f"folder:{data}", "--trunk", trunk, "--out"]
+    flags = [*LITTLE, "--data", f"folder:{data}", "--trunk", trunk, "--patience", "1", "--out"]
+    flags[:0] = ["--set", "evaluate.every=1"]
     assert main([*flags, str(runs[0])]) == 0
     assert shown.count("test") == 1
     said = "".join(capsys.readouterr())
-    assert "30 to evaluate on, 29 to test on at the end, 3 classes" in said
+    assert "30 validation images, 29 test images (scored once, at the end), 3 classes" in said
     assert "test_ are of 29 test images, which were scored once, with the final weights" in said
     scores = results(runs[0])
     assert scores["test_images"] == 29
+    with (runs[0] / "test_per_class.csv").open() as stream:
+        assert [row["given"] for row in csv.DictReader(stream)] == ["10", "10", "9"]
     files = sorted((data / "test").rglob("*.png"))
     guesses = finetune_mile.load_classifier(str(runs[0])).predict([str(file) for file in files])
     right = [guess[0][0] == file.parent.name for guess, file in zip(guesses, files, strict=True)]
     assert 100 * np.mean(right) == pytest.approx(scores["test_accuracy"], abs=4 if trunk == "frozen" else 1e-4)
     page = (runs[0] / "report.html").read_text()
     assert "<code>test_accuracy</code>" in page
+    assert "<h2>Classes, on the test images</h2>" in page
     assert "Held-out labels of the trial chose how far the weights went" in page
     (data / "test/red").rename(data / "test/yellow")
     (data / "test/green").rename(data / "test/red")

@@ -69,7 +69,7 @@ def test_it_explains_trains_stops_resumes_and_evaluates(flags, imagenet, tmp_pat
     assert main([*flags, "--explain"]) == 0
     printed = capsys.readouterr().out
     assert "simclrv2-large.yaml (no --recipe: simclrv2 weights on ImageNet)" in printed
-    assert "from the first layer of the projection head for 1 and 10 %" in printed
+    assert "SimCLR-v2 paper sec. 3" in printed  # the source of head_from
     assert "imagenet:" in printed  # the path itself may be wrapped
     assert "IMAGENET_DIR" in printed
     assert "1,000 of 10,000 training images keep their label" in printed

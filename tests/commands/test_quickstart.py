@@ -90,10 +90,10 @@ def test_the_checkpoint_is_chosen_in_this_order(photos, tmp_path, monkeypatch):
         (folder_of(card) / card.file).write_bytes(b"")
     assert chosen() == ("swav", "it is on this machine")  # the better one of the two
     (folder / "own.pth").write_bytes(b"")
-    assert chosen("--download") == (str(folder / "own.pth"), "it lies beside the photos")
+    assert chosen("--download") == (str(folder / "own.pth"), "it is beside the photos")
     assert chosen("--init", "mocov2") == ("mocov2", "--init")
     (folder / "other.safetensors").write_bytes(b"")
-    with pytest.raises(Problem, match="holds 2 checkpoints; say which one with --init"):
+    with pytest.raises(Problem, match="holds 2 checkpoints; choose one with --init"):
         chosen()
 
 

@@ -1,5 +1,6 @@
 """The command as a user types it: every method, the whole run folder, and what is refused."""
 
+import csv
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from finetune_mile.checkpoints.classifier import load_with_head
 from finetune_mile.run import main
 
 FILES = {"recipe.yaml", "run.json", "init.json", "split.json", "metrics.jsonl", "results.json", "checkpoints", "export",
-         "labels.parquet", "report.html"}  # fmt: skip
+         "labels.parquet", "per_class.csv", "report.html"}  # fmt: skip
 
 
 def test_a_run_leaves_everything_behind(tmp_path, capsys):
@@ -55,14 +56,26 @@ def test_a_run_leaves_everything_behind(tmp_path, capsys):
     assert labels.column_names == ["id", "given", "found", "probability"]
     recipe = yaml.safe_load((out / "recipe.yaml").read_text())
     assert recipe["steps"] == 12
+    with (out / "per_class.csv").open() as stream:
+        classes = list(csv.DictReader(stream))
+    assert [row["class"] for row in classes] == [str(digit) for digit in range(10)]
+    assert sum(int(row["given"]) for row in classes) == 100
+    mean = sum(float(row["accuracy"]) for row in classes) / 10
+    assert mean == pytest.approx(results["balanced_accuracy"], abs=1e-3)
     page = (out / "report.html").read_text()
+    lowest = min(classes, key=lambda row: float(row["accuracy"]))
+    printed = capsys.readouterr().out
+    low = f"{lowest['class']}, {float(lowest['accuracy']):.1f} % of {lowest['given']} images"
+    assert f"Lowest accuracy of a class: {low}, most often taken for {lowest['taken_for']}. " in printed
+    first = page.partition("most often taken for</th>")[2].splitlines()[1]
+    assert first.startswith(f"<tr><td>{lowest['class']}</td><td>{lowest['given']}</td>")
     assert page.count("data:image/png") >= 18
     assert "http" not in page.replace("http-equiv", ""), "the page needs nothing from outside"
     network, how, classes = load_with_head(str(out), "--init")
     assert network(torch.zeros(1, 3, 24, 24)).shape == (1, 10)
     assert how.size == 24
     assert classes == tuple("0123456789")
-    assert "accuracy" in capsys.readouterr().out
+    assert "accuracy" in printed
 
 
 @pytest.mark.slow
@@ -137,7 +150,7 @@ def test_a_folder_of_photos(tmp_path, run_demo):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--k-s", "30"], "do not hold one generation"),
+        (["--k-s", "30"], "are too few for one generation"),
         (["--semi", "unlabelled"], "no such images at --fraction 1"),
         (["--set", "accumulate=3"], "multiple of processes x accumulate"),
         (["--arch", "resnet51"], "--arch resnet51: unknown"),
@@ -184,7 +197,10 @@ def test_several_seeds_are_run_summed_up_and_continued(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "threads"), [({}, "1"), ({"ACCELERATE_MIXED_PRECISION": "no"}, "all")])
+@pytest.mark.parametrize(
+    ("launcher", "threads"),
+    [({}, "1"), ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}, "all")],
+)
 def test_the_users_number_of_threads_is_obeyed(launcher, threads):
     """`accelerate launch` sets OMP_NUM_THREADS to 1 by itself, which is nobody's wish."""
     code = "import torch\nfrom finetune_mile.training.processes import use_threads\nprint(use_threads())"
@@ -203,10 +219,16 @@ def test_tensorboard_gets_losses_generations_and_scores(tmp_path):
 
     out = tmp_path / "run"
     assert main([*SHORT_MILE, "--track", "tensorboard", "--out", str(out)]) == 0
-    events = EventAccumulator(str(next(out.rglob("events.out.tfevents.*")).parent)).Reload()
+    folder = str(next(out.rglob("events.out.tfevents.*")).parent)
+    events = EventAccumulator(folder, size_guidance={"images": 0}).Reload()
     names = events.Tags()["scalars"]
     assert {"train/loss", "train/generation", "train/labels_per_image", "student/accuracy"} <= set(names)
     assert [event.step for event in events.Scalars("train/loss")][-1] == 24
+    assert events.Tags()["images"] == ["generations", "predictions"], "the timeline, and sample predictions"
+    for name in events.Tags()["images"]:
+        (image,) = events.Images(name)
+        assert image.step == 24
+        assert min(image.width, image.height) > 300
 
 
 def test_a_tracker_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch, capsys):

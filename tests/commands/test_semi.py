@@ -160,9 +160,9 @@ def test_a_teacher_may_be_a_run_an_export_or_a_file_of_another_shape(run_demo, t
         (["--semi", "all", "--set", "labelled_share=1.5"], "--set labelled_share 1.5: input should be less than 1"),
         (["--semi", "all", "--set", "labelled_share=0"], "--set labelled_share 0: input should be greater than 0"),
         (["--set", "labelled_share=0.5"], "labelled_share needs --semi all or --semi unlabelled"),
-        (["--k-s", "30"], "24 do not hold one generation: warm-up 0 + k_t 4 + k_s 30"),
-        (["--k-t", "30"], "24 do not hold one generation: warm-up 0 + k_t 30 + k_s 2"),
-        (["--set", "mile.warmup=30"], "24 do not hold one generation: warm-up 30 + k_t 4 + k_s 2"),
+        (["--k-s", "30"], "24 are too few for one generation: warm-up 0 + k_t 4 + k_s 30"),
+        (["--k-t", "30"], "24 are too few for one generation: warm-up 0 + k_t 30 + k_s 2"),
+        (["--set", "mile.warmup=30"], "24 are too few for one generation: warm-up 30 + k_t 4 + k_s 2"),
     ],
 )
 def test_semi_supervised_settings_that_cannot_work(flags, sentence, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Order and randomness are functions: of the seed, the epoch and the sample, and of nothing else."""
 
 import itertools
+from multiprocessing import active_children
 
 import numpy as np
 import pytest
@@ -8,9 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finetune_mile.core import cores
+from finetune_mile.core.cores import local_processes, quota
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.order import Mixture, Order, micro_batches, permutation, uniforms
-from finetune_mile.images.pipeline import Augmentation, Views, batches, crop_box
+from finetune_mile.images.pipeline import Augmentation, Readers, Views, batches, crop_box, default_workers
 from finetune_mile.images.sources.grids import load
 
 
@@ -101,6 +104,54 @@ def test_workers_do_not_change_what_is_seen():
         assert a.samples.equal(b.samples)
     assert alone[0].images[0].equal(alone[1].images[2]), "the same key is the same view"
     assert not alone[0].images[0].equal(alone[0].images[1]), "another epoch is another view"
+
+
+def test_loader_processes_stay_for_every_pass():
+    """Batches are those of new processes for each pass, also after a pass that was left in the middle."""
+    data, how = load(""), Preprocess(size=24, crop=1.0)
+    keys = [[(0, 3), (0, 4)], [(0, 9)], [(0, 5), (0, 6)]]
+    readers = Readers(workers=1, pin=False)
+
+    def passed(images):
+        found = list(readers.batches(Views(images, how, None, 0), keys))
+        for ours, theirs in zip(found, batches(Views(images, how, None, 0), keys, workers=0, pin=False), strict=True):
+            assert ours.images.equal(theirs.images)
+            assert ours.samples.equal(theirs.samples)
+        return {child.pid for child in active_children()}
+
+    before = {child.pid for child in active_children()}
+    passed(data.train)
+    both = passed(data.val) - before
+    assert len(both) == 1, "one set of processes for both splits"
+    next(readers.batches(Views(data.train, how, None, 0), keys))
+    assert passed(data.train) - before == passed(data.val) - before == both
+
+
+def test_cores_of_a_node_are_shared_by_its_own_processes_and_limited_by_quotas(tmp_path, monkeypatch):
+    own, root = tmp_path / "cgroup", tmp_path / "sys"
+    (root / "a/b").mkdir(parents=True)
+    assert quota(root, own) == 1e9
+    own.write_text("0::/a/b\n")
+    (root / "a/b/cpu.max").write_text("max 100000\n")
+    assert quota(root, own) == 1e9
+    (root / "a/cpu.max").write_text("350000 100000\n")
+    assert quota(root, own) == 3.5
+    (root / "cpu,cpuacct/x").mkdir(parents=True)
+    own.write_text("5:memory:/a\n4:cpu,cpuacct:/x\n")
+    for name, value in (("quota", "-1"), ("period", "100000")):
+        (root / f"cpu,cpuacct/x/cpu.cfs_{name}_us").write_text(value)
+    assert quota(root, own) == 1e9
+    (root / "cpu,cpuacct/x/cpu.cfs_quota_us").write_text("250000")
+    assert quota(root, own) == 2.5
+    monkeypatch.setattr(cores, "OWN_GROUPS", own)
+    monkeypatch.setattr(cores, "CGROUPS", root)
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: set(range(64)))
+    assert default_workers(1) == 2
+    monkeypatch.setattr(cores, "OWN_GROUPS", tmp_path / "absent")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert default_workers(local_processes(16)) == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert default_workers(local_processes(16)) == 8, "two nodes with eight GPUs each"
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 999))

@@ -1,8 +1,10 @@
 import pytest
 import torch
 
+from finetune_mile.core.problems import Problem
 from finetune_mile.learning.optim import make_optimizer, parameter_groups, rate_at, set_rate
 from finetune_mile.networks.heads import build, get_head, new_head
+from finetune_mile.networks.parts import set_drop_path
 
 
 def test_the_rate_is_a_function_of_the_step():
@@ -64,3 +66,50 @@ def test_every_optimiser_learns_and_takes_its_rate(name, lr):
         losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
     assert {g["lr"] for g in optimizer.param_groups} == {lr / 2}
+
+
+@pytest.mark.parametrize(
+    "arch", ["timm:vit_tiny_patch16_224:depth=2", "timm:convnext_tiny:depths=1-1-2-1,dims=8-16-24-32"]
+)
+def test_rates_of_layers_decay_as_timms(arch):
+    from timm.optim import param_groups_layer_decay
+
+    network = build(arch)
+    new_head(network, 3, "zero")
+    groups = parameter_groups(network, lr=1.0, head_lr=None, weight_decay=0.1, layer_decay=0.5)
+    rates = {id(p): group["lr"] for group in groups for p in group["params"]}
+    theirs = {
+        id(p): group["lr_scale"]
+        for group in param_groups_layer_decay(network, layer_decay=0.5)
+        for p in group["params"]
+    }
+    assert rates == theirs
+    assert all(group["weight_decay"] == 0 for group in groups for p in group["params"] if p.ndim == 1)
+
+
+def test_rates_of_a_resnets_blocks_decay():
+    network = build("resnet18")
+    new_head(network, 3, "zero")
+    groups = parameter_groups(network, lr=1.0, head_lr=2.0, weight_decay=0.0, layer_decay=0.5)
+    rates = {id(p): group["lr"] for group in groups for p in group["params"]}
+    by_name = {name: rates[id(parameter)] for name, parameter in network.named_parameters()}
+    assert (by_name["fc.weight"], by_name["layer4.1.conv1.weight"], by_name["layer4.0.conv1.weight"]) == (
+        2.0,
+        0.5,
+        0.25,
+    )
+    assert by_name["conv1.weight"] == min(rates.values()) == 0.5**9
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto"])
+def test_drop_path_has_timms_rates(name):
+    import timm
+    from timm.layers import DropPath
+
+    network = build(f"timm:{name}")
+    set_drop_path(network, 0.3)
+    rates = [m.drop_prob for m in network.modules() if isinstance(m, DropPath) and m.drop_prob]
+    reference = timm.create_model(name, drop_path_rate=0.3)
+    assert rates == pytest.approx([m.drop_prob for m in reference.modules() if isinstance(m, DropPath) and m.drop_prob])
+    with pytest.raises(Problem, match="drop_path: this network has no blocks for it"):
+        set_drop_path(build("resnet18"), 0.3)

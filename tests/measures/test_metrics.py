@@ -9,7 +9,7 @@ from sklearn.metrics import f1_score, label_ranking_average_precision_score, top
 
 from finetune_mile.measures import metrics
 from finetune_mile.measures.guards import LabelReport, guard, inspect_labels
-from finetune_mile.measures.metrics import measure
+from finetune_mile.measures.metrics import measure, most_confused
 
 
 def sample(seed, n=60, c=7, rounding=1):
@@ -77,10 +77,31 @@ def test_coverage_counts_the_prediction_set_that_was_asked_for():
     logits = torch.tensor([[-3.0, -2.0, -4.0], [2.0, 1.0, -4.0]])  # sigmoids: none above 0.25; two
     found = {
         rule: measure(logits, torch.tensor([1, 0]), None, activation="sigmoid", prediction_set=rule, rho=None).results()
-        for rule in ("threshold", "argmax_or_threshold")
+        for rule in ("threshold", "argmax_or_threshold", "argmax")
     }
     assert found["threshold"]["coverage@0.25"] == 1.0
     assert found["argmax_or_threshold"]["coverage@0.25"] == 1.5
+    assert found["argmax"]["coverage@0.25"] == 1.0
+
+
+def test_finding_8_the_set_of_a_softmax_is_its_best_class_alone():
+    """The published code's f1(): {argmax} for a softmax, at every threshold; {p > t} as well inflated its F1."""
+    logits = torch.tensor([[2.0, 1.9, -4.0], [0.0, 3.0, -1.0]])  # the first softmax has two classes above 0.25
+    truth = torch.tensor([[True, True, False], [True, False, False]])
+    found = {
+        rule: measure(logits, torch.tensor([0, 0]), truth, activation="softmax", prediction_set=rule, rho=0.1).results()
+        for rule in ("argmax", "argmax_or_threshold")
+    }
+    only = found["argmax"]
+    assert only["f1@0.25"] == only["f1@0.5"] == only["f1@rho"] == only["f1_argmax"] == pytest.approx(100 * (2 / 3) / 2)
+    assert only["coverage@0.25"] == 1.0
+    assert "f1@best" not in only, "no threshold, no best one"
+    assert "best_threshold" not in only
+    both = found["argmax_or_threshold"]
+    assert both["f1@0.25"] == pytest.approx(50.0)
+    assert both["coverage@0.25"] == 1.5
+    assert both["f1_argmax"] == only["f1_argmax"]
+    assert only["f1_argmax_or_threshold@0.25"] == both["f1@0.25"]
 
 
 def test_guards_speak_up_before_a_collapse():
@@ -111,3 +132,16 @@ def test_a_main_object_gives_its_accuracy_and_what_it_alone_would_score():
     assert found["main_accuracy"] == 50.0
     assert found["main_only_f1"] == pytest.approx(100 * (2 / 3 + 1) / 2)
     assert found["f1@0.8"] == pytest.approx(100 * (2 / 3 + 0) / 2)
+
+
+def test_the_class_that_each_class_is_taken_for():
+    draw = torch.Generator().manual_seed(0)
+    given, best = (torch.randint(0, 7, (300,), generator=draw) for _ in range(2))
+    given[given == 5], best[given == 6] = 4, 6  # no image of 5, no mistake on 6
+    table = torch.zeros(7, 7, dtype=torch.long).index_put_((given, best), torch.tensor(1), accumulate=True)
+    table.fill_diagonal_(0)
+    found = most_confused(best, given, 7)
+    assert found[[5, 6]].tolist() == [-1, -1]
+    for label in range(5):
+        assert found[label] != label
+        assert table[label, found[label]] == table[label].max() > 0

@@ -47,8 +47,8 @@ def test_warnings_name_the_number():
     text = "\n".join(count(one_percent("mile.warmup=0", steps=20_000, k_t=6205, k_s=7000, rho=0.002)).warnings)
     assert "k_t is 31 epochs of your labelled images" in text
     assert "k_s (7000) is larger than k_t (6205)" in text
-    assert "the budget holds one generation" in text
-    assert "rho 0.002 is near the prior 1/C = 0.001; and there is no warm-up" in text
+    assert "the budget is enough for one generation only" in text
+    assert "rho 0.002 is near the prior 1/C = 0.001; there is no warm-up" in text
     assert count(one_percent("mile.warmup=100", **SCHEDULE)).warnings == []
     (frozen,) = count(one_percent("mile.warmup=100", **SCHEDULE, trunk="frozen")).warnings
     assert "with --trunk frozen each image passes the network once" in frozen
@@ -107,8 +107,8 @@ def test_plan_prints_every_line(capsys):
     assert main(["plan", "--data", "demo:200", "--init", "none", "--arch", "resnet-demo", "--set", "size=16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines]
-    assert names[:9] == ["recipe", "data", "network", "steps", "generations", "forwards", "disk", "memory", "time"]
-    assert "200 labelled of 200 images, 50 to evaluate on, 10 classes" in lines[1]
+    assert names[:9] == ["recipe", "data", "network", "steps", "generations", "forwards", "disk", "memory", "GPUs"]
+    assert "200 labelled of 200 images, 50 validation images, 10 classes" in lines[1]
     assert "600 of batch 64 = 192.0 epochs" in lines[3]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune_mile.checkpoints.adapters import byol, libraries, repositories, simclr
+from finetune_mile.checkpoints.adapters import byol, libraries, repositories, simclr, vits
 from finetune_mile.checkpoints.adapters.adapter import Adapter, InsideBackbone, Tensors, UnknownKey, leaves
 from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.problems import Problem
@@ -18,14 +18,21 @@ ADAPTERS: dict[str, Adapter] = {
     "separius": simclr.SEPARIUS,
     "separius-sk": simclr.SEPARIUS_SK,
     "detectron2": repositories.DETECTRON2,
+    "openmmlab": repositories.OPENMMLAB,
     "moco": repositories.MOCO,
     "moco-v3": repositories.MOCO_V3,
     "swav": repositories.SWAV,
     "paws": repositories.PAWS,
     "dino": repositories.DINO,
+    "dinov2": vits.DINOV2,
+    "mae": vits.MAE,
+    "msn": vits.MSN,
     "mile": repositories.MILE,
     "mile-simclrv2-sk": repositories.MILE_SIMCLRV2_SK,
     "mile-simclrv2": repositories.MILE_SIMCLRV2,
+    "barlow-twins": repositories.BARLOW,
+    "vicreg": repositories.VICREG,
+    "simsiam": repositories.SIMSIAM,
     "solo-learn": libraries.SOLO,
     "lightly": libraries.LIGHTLY,
     "lightly-generator": libraries.LIGHTLY_GENERATOR,
@@ -33,7 +40,19 @@ ADAPTERS: dict[str, Adapter] = {
     "tonylins": simclr.TONYLINS,
     "byol-convert": byol.BYOL_CONVERT,
     "torchvision": repositories.TORCHVISION,
-    "vit": repositories.VIT,
+    "vit": vits.VIT,
+    "torchvision-vit": vits.TORCHVISION_VIT,
+    "openai-clip": vits.OPENAI_CLIP,
+    "clip-visual": vits.CLIP_VISUAL,
+    "open-clip": vits.OPEN_CLIP,
+    "convnext": vits.CONVNEXT,
+    "swin": vits.SWIN,
+    "hf-clip": vits.HF_CLIP,
+    "hf-dinov2": vits.HF_DINOV2,
+    "hf-vit": vits.HF_VIT,
+    "hf-swin": vits.HF_SWIN,
+    "hf-convnext": vits.HF_CONVNEXT,
+    "hf-resnet": vits.HF_RESNET,
 }
 
 
@@ -43,14 +62,23 @@ class Adapted:
 
     tensors: Tensors
     sources: dict[str, str]  # our name: the file's own
+    raw: dict[str, int]  # our name: the id of the file's own tensor
     dropped: tuple[str, ...]  # own names; of what is outside the format, the full path
 
 
-def adapt(contents: Contents, adapter: Adapter, *, source: str) -> Adapted:
-    """Bring a file's tensors into our names; an unknown name, or two for one, stops the load."""
+def adapt(contents: Contents, adapter: Adapter, *, source: str, init: str = "") -> Adapted:
+    """Bring a file's tensors into our names; an unknown name, or two for one, stops the load.
+
+    Args:
+        contents: the file, or the part of it that is loaded.
+        adapter: of its format.
+        source: the file's name, for messages.
+        init: `--init 'FILE::PREFIX' ` of a backbone behind a prefix, for messages.
+    """
     own = adapter.unwrap(contents)
     sources: dict[str, str] = {}
     tensors: Tensors = {}
+    raw: dict[str, int] = {}
     dropped, unknown, inside = [], [], []
     for key, tensor in own.items():
         try:
@@ -66,21 +94,23 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str) -> Adapted:
             continue
         if name in tensors:
             raise Problem(f"{source}: {sources[name]} and {key} are both {name}; remove one of them from the file")
-        tensors[name], sources[name] = adapter.relayout(key, tensor), key
+        tensors[name], sources[name], raw[name] = adapter.relayout(key, tensor), key, id(tensor)
     if inside:
         raise Problem(
             f"{source}: the backbone has parts that a plain ResNet or vision transformer does not have "
-            f"({few(inside)}), and without them its features would be wrong; if they belong to a head, "
-            "remove them from the file"
+            f"({few(inside)}), and without them its features would be wrong; if timm has this network, say "
+            f"{init}--arch timm:NAME; if they belong to a head, remove them from the file"
         )
     if unknown:
         raise Problem(
             f"{source}: {len(unknown)} tensors do not belong to this format, first {unknown[0]} "
-            f"{tuple(own[unknown[0]].shape)}; name the backbone, as in --init FILE::PREFIX, to load it alone"
+            f"{tuple(own[unknown[0]].shape)}; remove them from the file to load it"
         )
     seen = {id(tensor) for tensor in own.values()}
     outside = [path for path, tensor in leaves(contents.tree) if id(tensor) not in seen]
-    return Adapted(tensors=tensors, sources=sources, dropped=(*dropped, *outside))
+    tensors = vits.finish(tensors)
+    sources |= {name: name for name in tensors if name not in sources}  # made of several tensors
+    return Adapted(tensors=tensors, sources=sources, raw=raw, dropped=(*dropped, *outside))
 
 
 def few(names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ the tensors of one and the same backbone.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -66,8 +66,12 @@ class Adapter:
     padding_known: bool = True
     # Whether a recognised file is certainly of this format; False: its names are common ones.
     is_certain: Callable[[Contents], bool] = lambda _: True
+    # What no file of this format shows, for the load report.
+    assumes: tuple[str, ...] = ()
     # Attention heads of the tiny and the small vision transformer, where they are not timm's.
     small_vit_heads: int | None = None
+    # Options of a vision transformer's name that no tensor shows, see networks/vits.py.
+    options: Mapping[str, str] = field(default_factory=dict)
     # Are fixed positions of a vision transformer those of MAE (columns first), with 12 heads as MoCo-v3's?
     columns_first: bool = False
 
@@ -82,22 +86,24 @@ def renaming(
         trunks: prefixes of the backbone.
         classifier: the module that becomes `fc`.
         dropped: modules and tensors that are known and not needed; they win over `trunks`, not over `classifier`.
+
+    Modules beside the backbone that are not known are dropped too: its features do not need them.
     """
 
     def rename(key: str) -> str | None:
-        name = None
+        name, inside = None, False
         for trunk in trunks:
             inner = below(trunk, key) if trunk else key
             if inner is not None:
-                name = name or vocabulary(inner)
+                name, inside = name or vocabulary(inner), True
                 key = trunk + inner
         module, _, leaf = key.rpartition(".")
         if module == classifier and leaf in ("weight", "bias"):
             return f"fc.{leaf}"
         if any(re.match(rf"{re.escape(part)}(?:[./]|$)", key) for part in dropped):
             return None
-        if name is None:
-            raise UnknownKey(key)
+        if name is None and inside:
+            raise InsideBackbone(key)
         return name
 
     return rename
@@ -181,8 +187,27 @@ _TORCHVISION = re.compile(
 )
 _VIT = re.compile(
     r"""
-      cls_token | pos_embed | patch_embed\.proj\.(?:weight|bias) | norm\.(?:weight|bias)
-    | blocks\.\d+\.(?: norm[12] | attn\.(?:qkv|proj) | mlp\.fc[12] )\.(?:weight|bias)
+      cls_token | pos_embed | reg_token | patch_embed\.proj\.(?:weight|bias)
+    | (?:norm|norm_pre|fc_norm)\.(?:weight|bias)
+    | patch_embed\.proj\.(?: [0369]\.weight | (?:1|4|7|10)\.(?:weight|bias|running_mean|running_var|num_batches_tracked)
+        | 12\.(?:weight|bias) )  # MoCo-v3's convolutional stem
+    | blocks\.\d+\.(?: (?:norm[12] | attn\.(?:qkv|proj) | mlp\.fc[12] )\.(?:weight|bias) | ls[12]\.gamma )
+    """,
+    re.VERBOSE,
+)
+_CONVNEXT = re.compile(
+    r"""
+      stem\.[01]\.(?:weight|bias) | head\.norm\.(?:weight|bias) | stages\.\d+\.downsample\.[01]\.(?:weight|bias)
+    | stages\.\d+\.blocks\.\d+\.(?: (?: conv_dw | norm | mlp\.fc[12] | mlp\.grn )\.(?:weight|bias) | gamma )
+    """,
+    re.VERBOSE,
+)
+_SWIN = re.compile(
+    r"""
+      patch_embed\.(?:proj|norm)\.(?:weight|bias) | norm\.(?:weight|bias)
+    | layers\.\d+\.downsample\.(?:norm\.(?:weight|bias)|reduction\.weight)
+    | layers\.\d+\.blocks\.\d+\.(?:
+          (?: norm[12] | attn\.(?:qkv|proj) | mlp\.fc[12] )\.(?:weight|bias) | attn\.relative_position_bias_table )
     """,
     re.VERBOSE,
 )
@@ -236,12 +261,31 @@ def torchvision(key: str) -> str | None:
 
 
 def vit(key: str) -> str | None:
-    """Names of timm for a vision transformer, which DINO and MoCo-v3 use as well."""
-    return key if _VIT.fullmatch(key) else None
+    """Names of timm for a vision transformer, which DINO, MAE and MoCo-v3 use as well; and DINOv2's."""
+    name = re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", key)  # DINOv2 numbers blocks inside of chunks
+    name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
+    name = "reg_token" if name == "register_tokens" else name
+    return name if _VIT.fullmatch(name) else None
+
+
+def convnext(key: str) -> str | None:
+    """Names of timm for a ConvNeXt, and those of its authors."""
+    name = re.sub(r"^downsample_layers\.0\.", "stem.", key)
+    name = re.sub(r"^downsample_layers\.(\d+)\.", r"stages.\1.downsample.", name)
+    name = re.sub(r"^stages\.(\d+)\.(\d+)\.", r"stages.\1.blocks.\2.", name)
+    name = re.sub(r"^norm\.", "head.norm.", name.replace(".dwconv.", ".conv_dw.").replace(".pwconv", ".mlp.fc"))
+    name = name.replace(".grn.gamma", ".mlp.grn.weight").replace(".grn.beta", ".mlp.grn.bias")
+    return name if _CONVNEXT.fullmatch(name) else None
+
+
+def swin(key: str) -> str | None:
+    """Names of a Swin transformer, timm's and its authors'."""
+    return key if _SWIN.fullmatch(key) else None
 
 
 def torchvision_or_vit(key: str) -> str | None:
-    return torchvision(key) or vit(key)
+    """Names of the networks that libraries with many backbones offer: ResNets, ViTs, ConvNeXt and Swin."""
+    return torchvision(key) or vit(key) or convnext(key) or swin(key)
 
 
 def sequential(first: int) -> Vocabulary:
@@ -307,4 +351,6 @@ VOCABULARIES: dict[str, Vocabulary] = {
     "separius": separius,
     "separius-sk": separius_sk,
     "vit": vit,
+    "convnext": convnext,
+    "swin": swin,
 }

@@ -70,6 +70,7 @@ SOLO = Adapter(
     method="solo-learn",
     cifar_stem="cifar-pad2",  # on CIFAR its 3x3 stem has a padding of 2
     is_certain=_is_certainly_solo,
+    assumes=("ImageNet's mean and deviation (solo-learn's runs on CIFAR had CIFAR's: --set mean=..., --set std=...)",),
     columns_first=True,
 )
 
@@ -149,7 +150,7 @@ def _vissl(vocabulary: Vocabulary, needs: str = "", **conventions: Any) -> Adapt
     return Adapter(recognise=recognise, unwrap=_vissl_tensors, rename=rename, **conventions)
 
 
-VISSL = _vissl(torchvision_or_vit, method="vissl")
+VISSL = _vissl(torchvision_or_vit, method="vissl", assumes=("RGB images (VISSL also trains with BGR and Lab)",))
 # The zoo's SimCLR-v2 trunks were converted from TensorFlow: its padding and its [0, 1] input.
 _SIMCLR = {"method": "simclrv2", "padding": "tf", "preprocess": UNIT_RANGE}
 VISSL_SK = _vissl(separius_sk, "mixing_conv", **_SIMCLR)

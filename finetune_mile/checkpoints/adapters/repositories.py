@@ -1,6 +1,8 @@
 """The files of single repositories, most of them in torchvision's names; plain torchvision and timm; and our own."""
 
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from finetune_mile.checkpoints.adapters.adapter import (
@@ -19,7 +21,6 @@ from finetune_mile.checkpoints.adapters.adapter import (
     torchvision,
     torchvision_or_vit,
     unwrapped,
-    vit,
 )
 from finetune_mile.checkpoints.init import read_header
 from finetune_mile.checkpoints.readers import Contents
@@ -63,20 +64,6 @@ TORCHVISION = Adapter(
     plain=True,
     padding_known=False,
 )
-VIT = Adapter(
-    recognise=having(
-        state_dict_of,
-        "cls_token",
-        "patch_embed.proj.weight",
-        "blocks.0.attn.qkv.weight",
-        says="names of a vision transformer",
-    ),
-    unwrap=state_dict_of,
-    rename=renaming(vit, classifier="head", dropped=("head",)),
-    method="vit",
-    plain=True,
-)
-
 # --------------------- MoCo v1 and v2 (`encoder_q`) and v3 (`base_encoder`), as their scripts save
 
 
@@ -159,8 +146,79 @@ def _is_dino(contents: Contents) -> str | None:
 DINO = Adapter(
     recognise=_is_dino,
     unwrap=_dino_teacher,
-    rename=renaming(torchvision_or_vit, trunks=("backbone.",), dropped=("head",)),
+    rename=renaming(torchvision_or_vit, trunks=("backbone.",), dropped=("head", "backbone.masked_embed")),
     method="dino",
+    options={"resize": "offset"},
+)
+
+# ------------------- Barlow Twins, VICReg, SimSiam: training files; what they release is flat torchvision
+
+
+def _has_statistics_alone(tensors: Tensors, norm: str) -> bool:
+    """Is there a batch norm without weight and bias, as few people make one?"""
+    return f"{norm}.running_mean" in tensors and f"{norm}.weight" not in tensors
+
+
+def _is_barlow(contents: Contents) -> str | None:
+    weights = state_dict_of(contents)
+    if tops(weights) != {"backbone", "projector", "bn"} or not _has_statistics_alone(weights, "bn"):
+        return None
+    return "backbone.* and projector.* beside a bn.* that only has statistics"
+
+
+def _is_vicreg(contents: Contents) -> str | None:
+    weights = state_dict_of(contents)
+    layers = {key.removeprefix("projector.") for key in weights if re.fullmatch(r"projector\.\d+\.(weight|bias)", key)}
+    made = {f"{n}.{leaf}" for n in (0, 1, 3, 4) for leaf in ("weight", "bias")} | {"6.weight"}
+    if not {"epoch", "model", "optimizer"} <= contents.tree.keys():
+        return None
+    if tops(weights) != {"backbone", "projector"} or layers != made:
+        return None
+    return "entries epoch, model, optimizer; backbone.* beside a projector.* whose last layer has no bias"
+
+
+def _is_simsiam(contents: Contents) -> str | None:
+    weights = state_dict_of(contents)
+    if tops(weights) != {"encoder", "predictor"} or not _has_statistics_alone(weights, "encoder.fc.7"):
+        return None
+    return "encoder.* with a projection encoder.fc.* that ends in statistics alone, beside predictor.*"
+
+
+BARLOW = Adapter(
+    recognise=_is_barlow,
+    unwrap=state_dict_of,
+    rename=renaming(torchvision, trunks=("backbone.",)),
+    method="barlowtwins",
+    cifar_stem=None,
+)
+VICREG = replace(BARLOW, recognise=_is_vicreg, method="vicreg")
+SIMSIAM = Adapter(
+    recognise=_is_simsiam,
+    unwrap=state_dict_of,
+    rename=renaming(torchvision, trunks=("encoder.",), dropped=("encoder.fc",)),
+    method="simsiam",
+    cifar_stem=None,
+)
+
+# ------------ OpenSelfSup, MMSelfSup, MMPretrain: backbone, neck and head, and a momentum copy, with `meta`
+
+_MM_VERSIONS = ("openselfsup", "mmselfsup", "mmpretrain", "mmcls", "mmengine", "mmcv")
+
+
+def _is_openmmlab(contents: Contents) -> str | None:
+    meta = contents.tree.get("meta")
+    who = next((name for name in _MM_VERSIONS if isinstance(meta, Mapping) and f"{name}_version" in meta), None)
+    if who is None or not any(key.startswith("backbone.layer1.") for key in state_dict_of(contents)):
+        return None
+    return f"meta names {who}'s version; names begin with backbone"
+
+
+OPENMMLAB = Adapter(
+    recognise=_is_openmmlab,
+    unwrap=state_dict_of,
+    rename=renaming(torchvision, trunks=("backbone.",), classifier="head.fc"),
+    method="openmmlab",
+    cifar_stem=None,
 )
 
 # ------------------------------------------------------------------------- the published MILe code

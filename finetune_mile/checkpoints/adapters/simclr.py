@@ -35,12 +35,13 @@ _ARCHS = (
 )
 _LEAVES = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
 _NUMBERED = re.compile(
-    r"(?:base_model|resnet)/(?:.*/)?(conv2d|batch_normalization)(?:_(\d+))?/(kernel|gamma|beta|moving_mean|moving_variance)"
+    r"(?:base_model|resnet(?:_\d+)?)/(?:.*/)?(conv2d|batch_normalization)(?:_(\d+))?"
+    r"/(kernel|gamma|beta|moving_mean|moving_variance)"
 )
 _PROJECTION = re.compile(
-    r"(?:head_contrastive|projection_head)/nl_(\d)/(?:.*/)?(dense|batch_normalization)(?:_\d+)?/(\w+)"
+    r"(?:head_contrastive|projection_head(?:_\d+)?)/nl_(\d)/(?:.*/)?(dense|batch_normalization)(?:_\d+)?/(\w+)"
 )
-_CLASSIFIER = re.compile(r"head_supervised/linear_layer/dense(?:_\d+)?/(kernel|bias)")
+_CLASSIFIER = re.compile(r"head_supervised(?:_\d+)?/linear_layer/dense(?:_\d+)?/(kernel|bias)")
 _SLOTS = ("Momentum", "ExponentialMovingAverage")
 _BESIDE = ("global_step", "save_counter", "optimizer", "_CHECKPOINTABLE_OBJECT_GRAPH")
 

@@ -7,6 +7,7 @@
     pickles.py           a pickle machine of our own, which never imports or calls what a file names
     names.py             which names a pickle may speak of
     rebuild.py           what honest pickles call, replaced by our own functions: tensors, arrays, containers
+    shards.py            one state dict in several files with an index
     tensorflow_files.py  TensorFlow's checkpoints and SavedModels
     wire.py              protocol buffers and LevelDB tables, for these
 """
@@ -14,6 +15,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune_mile.checkpoints.readers import shards
 from finetune_mile.checkpoints.readers.contents import Container, Contents, Refused, Stub
 from finetune_mile.checkpoints.readers.wire import TABLE_MAGIC
 from finetune_mile.core.problems import Problem
@@ -53,8 +55,7 @@ def read(path: Path) -> Contents:
 
 
 def _read(path: Path) -> Contents:
-    from finetune_mile.checkpoints.readers import tensorflow_files, torch_files
-    from finetune_mile.checkpoints.readers.mapped import MappedFile
+    from finetune_mile.checkpoints.readers import tensorflow_files
 
     if path.is_dir():
         return tensorflow_files.read_directory(path)
@@ -63,6 +64,16 @@ def _read(path: Path) -> Contents:
         return tensorflow_files.read_checkpoint(index)
     if not path.exists():
         raise Refused("does not exist")
+    if shards.is_index(path):
+        return shards.read_index(path, _read_file)
+    shards.check_single(path)
+    return _read_file(path)
+
+
+def _read_file(path: Path) -> Contents:
+    from finetune_mile.checkpoints.readers import tensorflow_files, torch_files
+    from finetune_mile.checkpoints.readers.mapped import MappedFile
+
     file = MappedFile(path)
     container = _sniff(file)
     if container == "tf-checkpoint":

@@ -1,7 +1,8 @@
 """Which names a pickle may speak of: rebuilt by our own code, kept as an inert stub, or refused.
 
 Nothing is ever imported or looked up. What could act (the standard library, builtins, torch and
-numpy beyond a short list, functions of packages that are installed with us) refuses the file.
+numpy beyond a short list) refuses the file. A function of a package that is installed with us may be
+named, as settings and metrics do, but a file that calls it is refused.
 """
 
 import sys
@@ -11,9 +12,18 @@ from dataclasses import dataclass
 
 from finetune_mile.checkpoints.readers.contents import Refused
 
-# Plain values of the standard library; as stubs they are only data.
+# Plain values; as stubs they are only data. What a partial would call is judged by its own name.
 _INERT = frozenset(
     {
+        "functools.partial",
+        "operator.itemgetter",
+        "builtins.Ellipsis",
+        "torch.torch_version.TorchVersion",
+        "torch._C.Generator",
+        "torch.Generator",
+        "torch._utils._rebuild_sparse_tensor",
+        "torch.serialization._get_layout",
+        "numpy.random.bit_generator.__pyx_unpickle_SeedSequence",
         "argparse.Namespace",
         "types.SimpleNamespace",
         "uuid.UUID",
@@ -48,7 +58,7 @@ _ACTING = frozenset(
         "_distutils_hack",
     ]
 )
-# Installed with us, so a function of theirs is there to be called: only classes become stubs.
+# Installed with us, so a function of theirs is there to be called: only classes become stubs that may be called.
 _INSTALLED = frozenset(
     [
         "PIL",
@@ -124,6 +134,7 @@ class Name:
     """The name of a global in a pickle; never the object itself."""
 
     qualified: str
+    callable: bool = True  # False: it may be named, and a file that calls it is refused
 
 
 def judge(module: object, name: object, known: Holds[str]) -> Name:
@@ -145,12 +156,29 @@ def judge(module: object, name: object, known: Holds[str]) -> Name:
     if module == "numpy._core" or module.startswith("numpy._core."):
         module = "numpy.core" + module.removeprefix("numpy._core")
     qualified = f"{module}.{name}"
+    if qualified == "torch._utils._rebuild_qtensor":
+        raise Refused("holds quantised tensors, which are not read; save the network before it is quantised")
     if qualified in known or qualified in _INERT or _is_foreign_class(module, name):
         return Name(qualified)
-    raise Refused(
-        f"is refused, for it asks to run {spelt}, which no checkpoint needs; do not load it with "
+    if _is_reference(module, name):
+        return Name(qualified, callable=False)
+    raise acting(spelt)
+
+
+def acting(name: str) -> Refused:
+    """The refusal of a file that would act."""
+    return Refused(
+        f"is refused, for it asks to run {name}, which no checkpoint needs; do not load it with "
         "another tool unless you trust where it comes from"
     )
+
+
+def _is_reference(module: str, name: str) -> bool:
+    """Whether a name is that of a function which ordinary files mention without calling it."""
+    top = module.partition(".")[0]
+    if any(part in sys.stdlib_module_names for part in name.split(".")):
+        return False
+    return top in _INSTALLED or module == "torch.nn.functional"
 
 
 def _is_foreign_class(module: str, name: str) -> bool:

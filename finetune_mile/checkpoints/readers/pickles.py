@@ -15,7 +15,7 @@ import torch
 
 from finetune_mile.checkpoints.readers.contents import Allowance, Refused, Stub, require
 from finetune_mile.checkpoints.readers.mapped import MappedFile
-from finetune_mile.checkpoints.readers.names import judge
+from finetune_mile.checkpoints.readers.names import Name, judge
 from finetune_mile.checkpoints.readers.rebuild import (
     KNOWN,
     Blob,
@@ -142,7 +142,7 @@ LITERALS: dict[int, Callable[[Cursor], Any]] = {
 
 # --------------------------------------------------------------------------------------- the machine
 
-FindStorage = Callable[[Any], Storage]
+FindStorage = Callable[[Any], Storage | Name]
 
 _MOST_OPCODES = 4_000_000
 # What our own code raises on arguments of the wrong kind or number; RuntimeError is torch's.

@@ -16,7 +16,7 @@ import torch
 
 from finetune_mile.checkpoints.readers.contents import Allowance, Refused, Stub, require
 from finetune_mile.checkpoints.readers.mapped import MappedFile
-from finetune_mile.checkpoints.readers.names import Name
+from finetune_mile.checkpoints.readers.names import Name, acting
 
 Args = tuple[Any, ...]
 
@@ -199,10 +199,13 @@ def _make_array(kind: Any, shape: Any, data: Any, *, fortran: bool, allowance: A
     return tensor.view(torch.bfloat16) if kind.code == "bfloat16" else tensor
 
 
-def restore_array(state: Any, allowance: Allowance) -> torch.Tensor:
-    """A tensor from numpy's state of an array: (version, shape, dtype, fortran, data)."""
+def restore_array(state: Any, allowance: Allowance) -> torch.Tensor | Stub:
+    """A tensor from numpy's state of an array: (version, shape, dtype, fortran, data); text and objects stay inert."""
     require(isinstance(state, tuple) and len(state) in (4, 5), "is damaged: a numpy array in it has no state")
     shape, kind, fortran, data = state[-4:]
+    expected: type | tuple[type, ...] = list if isinstance(kind, Kind) and kind.code[:1] == "O" else (str, bytes, Blob)
+    if isinstance(kind, Kind) and kind.code[:1] in ("O", "U", "S") and isinstance(data, expected):
+        return Stub(f"numpy.ndarray of {'objects' if expected is list else 'text'}", (data,))
     return _make_array(kind, shape, data, fortran=bool(fortran), allowance=allowance)
 
 
@@ -221,7 +224,7 @@ def _from_buffer(args: Args, allowance: Allowance) -> torch.Tensor:
     return _make_array(kind, shape, data, fortran=order == "F", allowance=allowance)
 
 
-def _complete_array(args: Args, allowance: Allowance) -> torch.Tensor:
+def _complete_array(args: Args, allowance: Allowance) -> torch.Tensor | Stub:
     """The arrays of dill and jax: (numpy's _reconstruct, its arguments, the state, extras)."""
     require(args[0] == Name("numpy.core.multiarray._reconstruct"), "is damaged: an array in it is not numpy's")
     return restore_array(args[2], allowance)
@@ -315,6 +318,15 @@ def _type(args: Args, _: Allowance) -> Name:
     return Name("builtins.NoneType")
 
 
+def _attribute(args: Args, _: Allowance) -> Stub:
+    """`getattr(Class, "method")`, as bound and unbound methods of foreign classes are pickled: a stub of that name."""
+    owner, name = args
+    named = owner.qualified if isinstance(owner, Name) else owner.name if isinstance(owner, Stub) else ""
+    if not named or not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+        raise acting("builtins.getattr")
+    return Stub(f"{named[:400]}.{name[:80]}")
+
+
 def _device(args: Args, _: Allowance) -> str:
     return ":".join(str(part) for part in args if isinstance(part, str | int))[:40]
 
@@ -342,6 +354,8 @@ def call(target: Any, args: Any, allowance: Allowance) -> Any:
     """What calling `target` comes to: plain data from our own code, or a stub that records it."""
     require(isinstance(args, tuple), "is damaged: a call in it has no arguments")
     if isinstance(target, Name):
+        if not target.callable:
+            raise acting(target.qualified)
         rebuild = REBUILDERS.get(target.qualified)
         return Stub(target.qualified, args) if rebuild is None else rebuild(args, allowance)
     if isinstance(target, Record):
@@ -375,6 +389,7 @@ REBUILDERS: dict[str, Callable[[Args, Allowance], Any]] = {
     "builtins.bytearray": _bytes,
     "builtins.complex": lambda args, _: complex(*map(float, args)),
     "builtins.type": _type,
+    "builtins.getattr": _attribute,
     "_codecs.encode": _encode,
     "copyreg._reconstructor": _old_object,
     "copyreg.__newobj__": lambda args, allowance: call(args[0], args[1:], allowance),

@@ -35,7 +35,9 @@ class _Storages:
         self._make = make
         self.by_key: dict[str, Storage] = {}
 
-    def __call__(self, pid: Any) -> Storage:
+    def __call__(self, pid: Any) -> Storage | Name:
+        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], Name):
+            return pid[1]  # the class of a module, with its source: how whole networks were saved before torch 1.6
         require(
             isinstance(pid, tuple) and len(pid) in (5, 6) and pid[0] == "storage",
             "is damaged: a storage in it has no description",
@@ -71,10 +73,6 @@ def read_zip(file: MappedFile) -> Contents:
     pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     require(len(pickles) == 1, "is a zip file, but not one of torch.save; unpack it and give what is inside")
     prefix = pickles[0].removesuffix("/data.pkl")
-    require(
-        not any(name.startswith((f"{prefix}/code/", f"{prefix}/constants.pkl")) for name in records),
-        "is a TorchScript archive; save its state_dict() with torch.save and use that",
-    )
     order = records.get(f"{prefix}/byteorder")
     require(
         order is None or bytes(file.view[order[0] : sum(order)]) == b"little",
@@ -100,6 +98,13 @@ def _list_records(file: MappedFile) -> dict[str, tuple[int, int]]:
             entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
     except _BAD_ZIP as error:
         raise Refused(f"is a damaged zip file, fetch it again ({error})") from error
+    names = [entry.filename for entry in entries]
+    scripted = any("/code/" in name or name.endswith("/constants.pkl") for name in names)
+    require(
+        not (scripted and any(name.endswith("/data.pkl") for name in names)),
+        "is a TorchScript archive, a program with its weights; save its weights and use that: "
+        "torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth')",
+    )
     records: dict[str, tuple[int, int]] = {}
     free = 0  # where the last record ended
     for entry in entries:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.paper.tables.description import Bar, Table, TableBlock
-from finetune_mile.paper.tables.runs import RunKey, RunRecord
+from finetune_mile.paper.tables.runs import RunKey, RunRecord, layered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +120,7 @@ class BlockLedger:
     differences: tuple[Difference, ...]
     bars: tuple[CheckedBar, ...]
     constants: Mapping[str, Mapping[str, Spread]]  # name: column: values
+    rules: Mapping[str, tuple[str, ...]]  # prediction set that the description asks for: rows
 
     def cell(self, row: str, column: str) -> Cell | None:
         return next((c for c in self.cells if (c.row, c.column) == (row, column)), None)
@@ -241,7 +242,18 @@ def _block(table: Table, block: TableBlock, done: Grid, others: Grid, prices: Ma
             name: {column: _constant(block, column, key, done) for column in block.shown_columns}
             for name, key in block.constants.items()
         },
+        rules=_prediction_sets(table, block),
     )  # fmt: skip
+
+
+def _prediction_sets(table: Table, block: TableBlock) -> dict[str, tuple[str, ...]]:
+    """The rows of each prediction set, where the description of the table says which: F1 and coverage depend on it."""
+    rows: dict[str, tuple[str, ...]] = {}
+    for row in block.shown_rows:
+        settings = layered(table.settings, block.settings, block.rows[row].settings)
+        if (rule := settings.get("evaluate.prediction_set")) is not None:
+            rows[rule] = (*rows.get(rule, ()), row)
+    return rows
 
 
 def _by_seed(grid: Grid, place: tuple[str, str, str]) -> list[RunRecord]:

@@ -52,14 +52,23 @@ class Outcome:
     last_line: str
 
 
-def command_for(state: RunState, runs: Path, launch: str | None) -> Command:
-    """The command that starts a run, resumes it, or replaces it."""
+def command_for(state: RunState, runs: Path, launch: str | None, *, requeued: bool = False) -> Command:
+    """The command that starts a run, resumes it, or replaces it.
+
+    Args:
+        state: of the run.
+        runs: the folder of all runs.
+        launch: words to start it with as a process of its own; None: in a worker.
+        requeued: the same command may come again, after a part of the run is done.
+    """
     job = state.job
     arguments = job.arguments()
     if state.replace:
         arguments.append("--overwrite")
     elif state.status in ("stopped", "failed"):
         arguments = ["--resume", job.folder.as_posix()]
+    elif requeued:
+        arguments += ["--resume", "auto"]
     log = runs / "logs" / job.folder.relative_to(runs).with_suffix(".txt")
     return Command(key=job.key, verb=job.verb, arguments=tuple(arguments), log=str(log), launch=launch)
 

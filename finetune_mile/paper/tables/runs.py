@@ -23,13 +23,17 @@ from finetune_mile.core.problems import Problem
 from finetune_mile.methods import METHODS
 from finetune_mile.paper.tables.description import Settings, Table, TableBlock
 from finetune_mile.pretraining import recipe as pretraining
+from finetune_mile.training.plan import steps_of_epochs
 
 FLAGS_OF_PATHS = {path: flag for flag, path in FLAG_PATHS.items()}
 LAUNCH = "accelerate launch"
 _NEED = re.compile(r"\{(\w+)\}")  # the folder of another run in a setting
 
 # Settings that change no number: not compared, not hashed. A seed belongs to a run, not to its cell.
-ASIDE = ("workers", "checkpoint_every", "log_every", "track", "precision", "seed")
+ASIDE = (
+    "workers", "checkpoint_every", "log_every", "track", "precision", "seed", "channels_last", "cudnn_benchmark",
+    "fused_optimizer", "compile", "gradient_checkpointing", "deterministic",
+)  # fmt: skip
 PLACES = ("data", "truth", "split")  # hashed without the folder that they are in
 
 
@@ -363,7 +367,8 @@ def _changed_settings(job: Job, meaning: Meaning, runs: Path) -> list[str]:
     if now.get("epochs") is not None and was.get("epochs") is None:
         labelled = _read_json(job.folder / "split.json").get("labelled")
         if isinstance(labelled, int) and job.verb == "run":
-            now["steps"] = max(round(now["epochs"] * labelled / now["batch_size"]), 1)
+            rule = now.get("steps_of_epochs")
+            now["steps"] = steps_of_epochs(now["epochs"], labelled, now["batch_size"], rule)
             now["epochs"] = None
     if not meaning.data_here and now.get("data") == NO_IMAGENET:
         now.pop("data")  # ImageNet was there when it was run
@@ -378,6 +383,7 @@ def _changed_settings(job: Job, meaning: Meaning, runs: Path) -> list[str]:
         f"{key} was {was.get(key)}, is {value}"
         for key, value in now.items()
         if (key not in ASIDE or key == "seed")
+        and (key, value) != ("accumulate", "auto")  # the run has what fitted its GPU
         and (value is not None or (key in was and job.verb == "run"))
         and comparable(was.get(key)) != comparable(value)
     ]

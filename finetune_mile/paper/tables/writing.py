@@ -22,6 +22,11 @@ from finetune_mile.paper.tables.plot import draw
 from finetune_mile.paper.tables.runs import RunRecord, RunState, read_records, records_of, write_records
 from finetune_mile.training.display import duration, wide_console
 
+PREDICTED = {
+    "threshold": "the classes above the threshold (`threshold`)",
+    "argmax": "the best class alone (`argmax`)",
+    "argmax_or_threshold": "the best class and those above the threshold (`argmax_or_threshold`)",
+}
 WIDE = 6  # column x measure pairs that fit side by side
 NOISE = (
     "Ours: mean ± standard deviation over seeds. Verdict: within noise where the paper's number lies inside the 95 % "
@@ -69,7 +74,8 @@ def head_lines(ledger: Ledger) -> list[str]:
 def block_sheets(ledger: BlockLedger) -> BlockSheets:
     block = ledger.block
     sheets = [*results(ledger), against_paper(ledger), differences(ledger), bars(ledger), constants(ledger)]
-    notes = [f"{name}: {' '.join(row.note.split())}" for name, row in block.rows.items() if row.note]
+    notes = [f"F1 and label coverage of {PREDICTED[rule]}: {', '.join(rows)}" for rule, rows in ledger.rules.items()]
+    notes += [f"{name}: {' '.join(row.note.split())}" for name, row in block.rows.items() if row.note]
     for cell in ledger.cells:
         place = f"{cell.row}, {cell.column}" if cell.column else cell.row
         for run in cell.others:

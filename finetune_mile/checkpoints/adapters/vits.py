@@ -1,0 +1,422 @@
+"""Vision transformers, ConvNeXt and Swin in the names of their own repositories, of torchvision, CLIP and transformers.
+
+Names after `rename` are timm's. Query, key and value in three tensors are `attn.q`, `attn.k`, `attn.v` until `finish`.
+"""
+
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from finetune_mile.checkpoints.adapters.adapter import (
+    Adapter,
+    Tensors,
+    UnknownKey,
+    Vocabulary,
+    convnext,
+    renaming,
+    state_dict_of,
+    swin,
+    tensors_of,
+    torchvision,
+    unwrapped,
+    vit,
+)
+from finetune_mile.checkpoints.readers import Contents
+from finetune_mile.core.types import Preprocess
+
+_BICUBIC = Preprocess(interpolation="bicubic")
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_CLIP = Preprocess(mean=_CLIP_MEAN, std=_CLIP_STD, interpolation="bicubic", crop=1.0)
+_ANCHORS = {"pos_embed", "blocks.0.attn.qkv.weight"}
+_MAE_DECODER = ("mask_token", "decoder_embed", "decoder_pos_embed", "decoder_blocks", "decoder_norm", "decoder_pred")
+# what pre-training leaves beside a backbone: tokens for masked patches, MAE's decoder
+_DROPPED = ("head", "masked_embed", *_MAE_DECODER)
+
+
+def _has(weights: Tensors, vocabulary: Vocabulary, anchors: set[str], prefixes: tuple[str, ...] = ("",)) -> str | None:
+    """The first prefix behind which these names of ours are."""
+    for prefix in prefixes:
+        names = {vocabulary(key.removeprefix(prefix)) for key in weights if key.startswith(prefix)}
+        if anchors <= names:
+            return prefix
+    return None
+
+
+# ------------------------------------------------------- plain names: timm, DINO, iBOT, MAE, DeiT; DINOv2
+
+
+def _is_vit(contents: Contents) -> str | None:
+    return None if _has(state_dict_of(contents), vit, _ANCHORS) is None else "names of a vision transformer"
+
+
+VIT = Adapter(
+    recognise=_is_vit,
+    unwrap=state_dict_of,
+    rename=renaming(vit, classifier="head", dropped=_DROPPED),
+    method="vit",
+    plain=True,
+)
+
+
+def _is_mae(contents: Contents) -> str | None:
+    weights = state_dict_of(contents)
+    if "decoder_embed.weight" not in weights or _has(weights, vit, _ANCHORS) is None:
+        return None
+    return "a vision transformer beside decoder_*"
+
+
+MAE = Adapter(
+    recognise=_is_mae,
+    unwrap=state_dict_of,
+    rename=renaming(vit, dropped=_DROPPED),
+    method="mae",
+    preprocess=_BICUBIC,
+    options={"resize": "plain"},
+)
+
+_DINOV2_TRUNKS = ("teacher.backbone.", "backbone.", "")
+
+
+def _dinov2(contents: Contents) -> Tensors:
+    """DINOv2's released backbones are flat; its training writes `teacher`, or `model` with teacher and student."""
+    return unwrapped(tensors_of(contents.tree.get("teacher"))) or state_dict_of(contents)
+
+
+def _is_dinov2(contents: Contents) -> str | None:
+    weights = _dinov2(contents)
+    for prefix in _DINOV2_TRUNKS:
+        anchors = {*_ANCHORS, "blocks.0.ls1.gamma"}
+        if f"{prefix}mask_token" in weights and _has(weights, vit, anchors, (prefix,)) is not None:
+            return f"a vision transformer with layer scale beside {prefix}mask_token"
+    return None
+
+
+def _rename_dinov2(key: str) -> str | None:
+    prefix = next(prefix for prefix in _DINOV2_TRUNKS if key.startswith(prefix))
+    if key == f"{prefix}mask_token":
+        return None
+    name = vit(key.removeprefix(prefix))
+    beside = ("teacher", "student", "dino_head", "ibot_head", "dino_loss", "ibot_patch_loss")
+    if name is None and (prefix or key.split(".")[0] not in beside):
+        raise UnknownKey(key)
+    return name
+
+
+DINOV2 = Adapter(
+    recognise=_is_dinov2,
+    unwrap=_dinov2,
+    rename=_rename_dinov2,
+    method="dinov2",
+    preprocess=_BICUBIC,
+    options={"resize": "offset"},
+)
+
+
+def _msn_target(contents: Contents) -> Tensors:
+    return unwrapped(tensors_of(contents.tree.get("target_encoder")))
+
+
+def _is_msn(contents: Contents) -> str | None:
+    weights = _msn_target(contents)
+    both = isinstance(contents.tree.get("encoder"), Mapping) and "prototypes" in contents.tree
+    found = both and _has(weights, vit, _ANCHORS) is not None
+    return "entries encoder, target_encoder and prototypes" if found else None
+
+
+# its evaluation uses target_encoder; `fc` is the projection head
+MSN = Adapter(recognise=_is_msn, unwrap=_msn_target, rename=renaming(vit, dropped=("fc", "pred", "head")), method="msn")
+
+# --------------------------------------------------------------------------------- torchvision, CLIP
+
+
+def _substitute(rules: tuple[tuple[str, str], ...], known: Vocabulary) -> Vocabulary:
+    """A vocabulary by regular expressions on complete names; the first that fits is used."""
+    compiled = [(re.compile(pattern), new) for pattern, new in rules]
+
+    def rename(key: str) -> str | None:
+        for pattern, new in compiled:
+            if pattern.fullmatch(key):
+                return known(pattern.sub(new, key))
+        return None
+
+    return rename
+
+
+def _vit_or_parts(key: str) -> str | None:
+    """Names of timm, and those for `finish`."""
+    return key if re.fullmatch(r"(?:layers\.\d+\.)?blocks\.\d+\.attn\.[qkv]\.(?:weight|bias)", key) else vit(key)
+
+
+_torchvision_vit = _substitute(
+    (
+        (r"class_token", "cls_token"),
+        (r"conv_proj\.(\w+)", r"patch_embed.proj.\1"),
+        (r"encoder\.pos_embedding", "pos_embed"),
+        (r"encoder\.layers\.encoder_layer_(\d+)\.ln_([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
+        (r"encoder\.layers\.encoder_layer_(\d+)\.self_attention\.in_proj_(\w+)", r"blocks.\1.attn.qkv.\2"),
+        (r"encoder\.layers\.encoder_layer_(\d+)\.self_attention\.out_proj\.(\w+)", r"blocks.\1.attn.proj.\2"),
+        (r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:linear_1|0)\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (r"encoder\.layers\.encoder_layer_(\d+)\.mlp\.(?:linear_2|3)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (r"encoder\.ln\.(\w+)", r"norm.\1"),
+    ),
+    vit,
+)
+
+
+def _is_torchvision_vit(contents: Contents) -> str | None:
+    found = _has(state_dict_of(contents), _torchvision_vit, _ANCHORS)
+    return None if found is None else "names of torchvision's vision transformer"
+
+
+TORCHVISION_VIT = Adapter(
+    recognise=_is_torchvision_vit,
+    unwrap=state_dict_of,
+    rename=renaming(_torchvision_vit, classifier="heads.head", dropped=("heads",)),
+    method="torchvision",
+)
+
+_clip = _substitute(
+    (
+        (r"class_embedding", "cls_token"),
+        (r"positional_embedding", "pos_embed"),
+        (r"conv1\.weight", "patch_embed.proj.weight"),
+        (r"ln_pre\.(\w+)", r"norm_pre.\1"),
+        (r"ln_post\.(\w+)", r"norm.\1"),
+        (r"transformer\.resblocks\.(\d+)\.ln_([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
+        (r"transformer\.resblocks\.(\d+)\.attn\.in_proj_(\w+)", r"blocks.\1.attn.qkv.\2"),
+        (r"transformer\.resblocks\.(\d+)\.attn\.out_proj\.(\w+)", r"blocks.\1.attn.proj.\2"),
+        (r"transformer\.resblocks\.(\d+)\.mlp\.c_fc\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (r"transformer\.resblocks\.(\d+)\.mlp\.c_proj\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+    ),
+    vit,
+)
+_CLIP_SCALARS = ("input_resolution", "context_length", "vocab_size")
+
+
+def _is_clip(contents: Contents) -> str | None:
+    found = _has(state_dict_of(contents), _clip, {*_ANCHORS, "norm_pre.weight"}, ("visual.", ""))
+    return None if found is None else f"names of CLIP's image network{' below ' + found if found else ''}"
+
+
+def _is_openai(contents: Contents) -> str | None:
+    """OpenAI's files keep three numbers of the model beside the weights; open_clip's do not."""
+    why = _is_clip(contents)
+    return f"{why}, beside input_resolution" if why and set(_CLIP_SCALARS) <= state_dict_of(contents).keys() else None
+
+
+def _rename_clip(key: str) -> str | None:
+    if key.startswith("visual."):
+        inner = key.removeprefix("visual.")
+        name = _clip(inner)
+        if name is None and inner != "proj":
+            raise UnknownKey(key)
+        return name
+    # flat: the image network alone; else the text network
+    beside = ("transformer.resblocks.", "token_embedding.", "ln_final.", "text")
+    others = {"proj", "positional_embedding", "text_projection", "logit_scale", "logit_bias", *_CLIP_SCALARS}
+    if key.startswith(beside) or key in others:
+        return None
+    raise UnknownKey(key)
+
+
+def _rename_clip_flat(key: str) -> str | None:
+    name = _clip(key)
+    if name is None and key != "proj":
+        raise UnknownKey(key)
+    return name
+
+
+def _is_clip_flat(contents: Contents) -> str | None:
+    found = _has(state_dict_of(contents), _clip, {*_ANCHORS, "norm_pre.weight"})
+    return None if found is None else "names of CLIP's image network"
+
+
+def _shaped(name: str, tensor: Tensor) -> Tensor:
+    if name == "cls_token" and tensor.ndim == 1:
+        return tensor.view(1, 1, -1)
+    if name == "pos_embed" and tensor.ndim == 2:
+        return tensor.unsqueeze(0)
+    if ".grn." in name:
+        return tensor.flatten()
+    return tensor
+
+
+OPEN_CLIP = Adapter(recognise=_is_clip, unwrap=state_dict_of, rename=_rename_clip, method="clip", preprocess=_CLIP)
+OPENAI_CLIP = Adapter(
+    recognise=_is_openai,
+    unwrap=state_dict_of,
+    rename=_rename_clip,
+    method="clip",
+    preprocess=_CLIP,
+    options={"act": "quick_gelu"},
+)
+CLIP_VISUAL = Adapter(
+    recognise=_is_clip_flat, unwrap=state_dict_of, rename=_rename_clip_flat, method="clip", preprocess=_CLIP
+)
+
+# ------------------------------------------------------- ConvNeXt and Swin, in timm's and their own names
+
+
+def _is_convnext(contents: Contents) -> str | None:
+    anchors = {"stem.0.weight", "stages.0.blocks.0.conv_dw.weight"}
+    return None if _has(state_dict_of(contents), convnext, anchors) is None else "names of a ConvNeXt"
+
+
+CONVNEXT = Adapter(
+    recognise=_is_convnext,
+    unwrap=state_dict_of,
+    rename=renaming(convnext, classifier="head.fc", dropped=("head.fc", "head.weight", "head.bias")),
+    method="convnext",
+    plain=True,
+    preprocess=_BICUBIC,
+)
+
+
+def _is_swin(contents: Contents) -> str | None:
+    anchors = {"patch_embed.proj.weight", "layers.0.blocks.0.attn.relative_position_bias_table"}
+    return None if _has(state_dict_of(contents), swin, anchors) is None else "names of a Swin transformer"
+
+
+SWIN = Adapter(
+    recognise=_is_swin,
+    unwrap=state_dict_of,
+    rename=renaming(swin, classifier="head.fc", dropped=("head",)),
+    method="swin",
+    plain=True,
+    preprocess=_BICUBIC,
+)
+
+# ------------------------------------------------------------------ transformers: `save_pretrained` folders
+
+_MODELS = re.compile(
+    r"(?:vit|deit|dinov2|dinov2_with_registers|vision_model|convnext|convnextv2|swin|resnet|ijepa)\.(?=embe|enc|lay|p)"
+)
+_BESIDE = re.compile(
+    r"(?:classifier|cls_classifier|distillation_classifier|pooler|decoder|text_model|text_projection|visual_projection|"
+    r"logit_scale|embeddings\.mask_token|.*relative_position_index|.*position_ids)(?:\.|$)"
+)
+_LAYER = r"encoder\.layers?\.(\d+)\."
+_hf_vit = _substitute(
+    (
+        (r"embeddings\.(?:cls_token|class_embedding)", "cls_token"),
+        (r"embeddings\.(?:register_tokens|distillation_token)", "reg_token"),
+        (r"embeddings\.(?:position_embeddings|position_embedding\.weight)", "pos_embed"),
+        (r"embeddings\.(?:patch_embeddings\.projection|patch_embedding)\.(\w+)", r"patch_embed.proj.\1"),
+        (rf"{_LAYER}attention\.attention\.([qkv])(?:uery|ey|alue)\.(\w+)", r"blocks.\1.attn.\2.\3"),
+        (rf"{_LAYER}self_attn\.([qkv])_proj\.(\w+)", r"blocks.\1.attn.\2.\3"),
+        (rf"{_LAYER}(?:attention\.output\.dense|self_attn\.out_proj)\.(\w+)", r"blocks.\1.attn.proj.\2"),
+        (rf"{_LAYER}(?:intermediate\.dense|mlp\.fc1|mlp\.weights_in)\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (rf"{_LAYER}(?:output\.dense|mlp\.fc2|mlp\.weights_out)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (rf"{_LAYER}(?:layernorm_before|norm1|layer_norm1)\.(\w+)", r"blocks.\1.norm1.\2"),
+        (rf"{_LAYER}(?:layernorm_after|norm2|layer_norm2)\.(\w+)", r"blocks.\1.norm2.\2"),
+        (rf"{_LAYER}layer_scale([12])\.lambda1", r"blocks.\1.ls\2.gamma"),
+        (r"(?:layernorm|post_layernorm)\.(\w+)", r"norm.\1"),
+        (r"pre_layrnorm\.(\w+)", r"norm_pre.\1"),
+    ),
+    _vit_or_parts,
+)
+_STAGE = r"encoder\.stages\.(\d+)\."
+_hf_convnext = _substitute(
+    (
+        (r"embeddings\.patch_embeddings\.(\w+)", r"stem.0.\1"),
+        (r"embeddings\.layernorm\.(\w+)", r"stem.1.\1"),
+        (rf"{_STAGE}downsampling_layer\.([01])\.(\w+)", r"stages.\1.downsample.\2.\3"),
+        (rf"{_STAGE}layers\.(\d+)\.dwconv\.(\w+)", r"stages.\1.blocks.\2.conv_dw.\3"),
+        (rf"{_STAGE}layers\.(\d+)\.layernorm\.(\w+)", r"stages.\1.blocks.\2.norm.\3"),
+        (rf"{_STAGE}layers\.(\d+)\.pwconv([12])\.(\w+)", r"stages.\1.blocks.\2.mlp.fc\3.\4"),
+        (rf"{_STAGE}layers\.(\d+)\.grn\.(\w+)", r"stages.\1.blocks.\2.mlp.grn.\3"),
+        (rf"{_STAGE}layers\.(\d+)\.layer_scale_parameter", r"stages.\1.blocks.\2.gamma"),
+        (r"layernorm\.(\w+)", r"head.norm.\1"),
+    ),
+    convnext,
+)
+_BLOCK = r"encoder\.layers\.(\d+)\.blocks\.(\d+)\."
+_hf_swin = _substitute(
+    (
+        (r"embeddings\.patch_embeddings\.projection\.(\w+)", r"patch_embed.proj.\1"),
+        (r"embeddings\.norm\.(\w+)", r"patch_embed.norm.\1"),
+        (rf"{_BLOCK}attention\.self\.([qkv])(?:uery|ey|alue)\.(\w+)", r"layers.\1.blocks.\2.attn.\3.\4"),
+        (
+            rf"{_BLOCK}attention\.self\.relative_position_bias_table",
+            r"layers.\1.blocks.\2.attn.relative_position_bias_table",
+        ),
+        (rf"{_BLOCK}attention\.output\.dense\.(\w+)", r"layers.\1.blocks.\2.attn.proj.\3"),
+        (rf"{_BLOCK}intermediate\.dense\.(\w+)", r"layers.\1.blocks.\2.mlp.fc1.\3"),
+        (rf"{_BLOCK}output\.dense\.(\w+)", r"layers.\1.blocks.\2.mlp.fc2.\3"),
+        (rf"{_BLOCK}layernorm_before\.(\w+)", r"layers.\1.blocks.\2.norm1.\3"),
+        (rf"{_BLOCK}layernorm_after\.(\w+)", r"layers.\1.blocks.\2.norm2.\3"),
+        (r"encoder\.layers\.(\d+)\.downsample\.(norm|reduction)\.(\w+)", r"layers.\1.downsample.\2.\3"),
+        (r"layernorm\.(\w+)", r"norm.\1"),
+    ),
+    lambda key: _vit_or_parts(key) or swin(key),
+)
+
+
+def _hf_resnet(key: str) -> str | None:
+    kinds = {"convolution": ("conv1", "downsample.0"), "normalization": ("bn1", "downsample.1")}
+    stem = re.fullmatch(r"embedder\.embedder\.(convolution|normalization)\.(\w+)", key)
+    if stem:
+        return torchvision(f"{kinds[stem[1]][0]}.{stem[2]}")
+    block = re.fullmatch(
+        rf"{_STAGE}layers\.(\d+)\.(?:layer\.([012])|shortcut)\.(convolution|normalization)\.(\w+)", key
+    )
+    if block is None:
+        return None
+    stage, number, layer, kind, leaf = block.groups()
+    inner = kinds[kind][1] if layer is None else f"{'conv' if kind == 'convolution' else 'bn'}{int(layer) + 1}"
+    return torchvision(f"layer{int(stage) + 1}.{number}.{inner}.{leaf}")
+
+
+def _transformers(vocabulary: Vocabulary, anchors: set[str], says: str, classifier: str = "") -> Adapter:
+    def inner(key: str) -> str | None:
+        return vocabulary(_MODELS.sub("", key, count=1))
+
+    def recognise(contents: Contents) -> str | None:
+        found = _has(state_dict_of(contents), inner, anchors)
+        return None if found is None else f"names of transformers' {says}"
+
+    def rename(key: str) -> str | None:
+        module, _, leaf = key.rpartition(".")
+        if module == classifier and leaf in ("weight", "bias"):
+            return f"fc.{leaf}"
+        name = inner(key)
+        if name is None and not _BESIDE.match(_MODELS.sub("", key, count=1)) and not _BESIDE.match(key):
+            raise UnknownKey(key)
+        return name
+
+    return Adapter(recognise=recognise, unwrap=state_dict_of, rename=rename, method="transformers")
+
+
+_PARTS = {"pos_embed", "blocks.0.attn.q.weight"}
+HF_CLIP = _transformers(_hf_vit, {*_PARTS, "norm_pre.weight"}, "CLIP")
+HF_DINOV2 = _transformers(_hf_vit, {*_PARTS, "blocks.0.ls1.gamma"}, "DINOv2")  # its classifier sees two tokens
+HF_VIT = _transformers(_hf_vit, _PARTS, "ViT", classifier="classifier")
+HF_SWIN = _transformers(_hf_swin, {"layers.0.blocks.0.attn.q.weight"}, "Swin", classifier="classifier")
+HF_CONVNEXT = _transformers(_hf_convnext, {"stages.0.blocks.0.conv_dw.weight"}, "ConvNeXt", classifier="classifier")
+HF_RESNET = _transformers(_hf_resnet, {"conv1.weight", "layer1.0.conv1.weight"}, "ResNet", classifier="classifier.1")
+
+# ------------------------------------------------------------------------------- after the renaming
+
+
+def finish(tensors: Tensors) -> Tensors:
+    """What concerns several tensors of a backbone at once; other tensors stay.
+
+    Query, key and value become one tensor. With registers, timm keeps no position for the class token: DINOv2's is
+    added to the token. Swin's authors downsample at the end of a stage, timm at the beginning of the next.
+    """
+    new = {name: _shaped(name, tensor) for name, tensor in tensors.items()}
+    for name in [name for name in new if re.search(r"attn\.q\.(weight|bias)$", name)]:
+        parts = [re.sub(r"attn\.q\.", f"attn.{part}.", name) for part in "qkv"]
+        if all(part in new for part in parts) and len({new[part].shape for part in parts}) == 1:
+            new[re.sub(r"attn\.q\.", "attn.qkv.", name)] = torch.cat([new.pop(part) for part in parts])
+    token, positions, registers = new.get("cls_token"), new.get("pos_embed"), new.get("reg_token")
+    if token is not None and positions is not None and registers is not None and positions.ndim == registers.ndim == 3:
+        tokens = positions.shape[1] - 1
+        if round(max(tokens, 0) ** 0.5) ** 2 == tokens and registers.shape[1] > 1:
+            new["cls_token"], new["pos_embed"] = token + positions[:, :1], positions[:, 1:]
+    if any(name.startswith("layers.0.downsample.") for name in new):
+        later = r"layers\.(\d+)\.downsample\."
+        new = {re.sub(later, lambda m: f"layers.{int(m[1]) + 1}.downsample.", name): t for name, t in new.items()}
+    return new
