@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
+import importlib
 import os
 import signal
 import sys
@@ -48,10 +50,12 @@ def connect() -> PartialState:
     wanted = os.environ.get("FINETUNE_MILE_TIMEOUT", str(TIMEOUT))
     if not wanted.isdigit() or int(wanted) == 0:
         raise Problem(f"FINETUNE_MILE_TIMEOUT is {wanted!r}; it must be a whole number of seconds above zero")
-    atexit.unregister(part)
-    atexit.register(part)
-    processes = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=timedelta(seconds=int(wanted)))
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1:
+        atexit.unregister(part)
+        atexit.register(part)
+        importlib.import_module("torch.distributed.nn")  # later, as torch itself does, it would keep the group for ever
+    processes = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=timedelta(seconds=int(wanted)))
     if world > 1 and processes.num_processes == 1:
         # On a machine without accelerators each rank would believe to be alone and write the same folder.
         raise Problem(
@@ -100,9 +104,13 @@ def start(*, precision: Precision, seed: int, track: str, project: str, broadcas
 
 
 def part() -> None:
-    """Leave the other processes; an interpreter that ends with gloo's threads alive may abort."""
+    """Leave the other processes; an interpreter that ends with gloo's threads alive may abort.
+
+    They end with the last reference to the group, which Accelerate may have left already (pytorch#190489).
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    gc.collect()
 
 
 def wanted_precision(recipe: Precision | Literal["auto"]) -> Precision:
