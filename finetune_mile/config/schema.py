@@ -341,6 +341,11 @@ class Recipe(Section):
         return getattr(self.block, "pseudo_labels", "batch") == "cycle"
 
     @property
+    def new_head(self) -> bool:
+        """Does the classifier start untrained, with outputs at the prior 1/C?"""
+        return self.head_init == "random" and self.keep_head is None
+
+    @property
     def rho(self) -> float | None:
         """The pseudo-label threshold that f1@rho is read at; None where the method has none."""
         rho = getattr(self.block, "rho", None)
