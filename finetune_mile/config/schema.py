@@ -45,7 +45,7 @@ def _four(value: object) -> object:
 
 def _known_trunk(text: str) -> str:
     if not re.fullmatch(r"all|frozen|norm-only|last:[0-9]{1,4}", text):
-        raise ValueError(f"{text[:40]!r} is none of all, frozen, norm-only, last:N (the last N blocks learn)")
+        raise ValueError(f"{text[:40]!r} is not one of all, frozen, norm-only, last:N (the last N blocks learn)")
     return text
 
 

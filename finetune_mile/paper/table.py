@@ -54,7 +54,7 @@ def build_parser() -> Parser:
     parser.add_argument("--quick", action="store_true", help="the short form that the description names")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="run folders (default: as the description says)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the ledger's folder (default: docs/tables/NAME)")
-    at_once = "runs at the same time (default: one a core, one thread each; one with a GPU or --launch)"
+    at_once = "runs at the same time (default: one per core, one thread each; one with a GPU or --launch)"
     parser.add_argument("--jobs", type=int, metavar="N", help=at_once)
     parser.add_argument("--only", action="append", default=[], metavar="BLOCK[/ROW]", help="run these; may be repeated")
     parser.add_argument("--seeds", metavar="0,1", help="run these seeds only")
@@ -80,7 +80,9 @@ def main(argv: list[str]) -> int:
         return 0
     if options.name is None:
         names = ", ".join(each.stem for each in shipped_tables())
-        raise Problem(f"which table? Name one of {names} (`finetune-mile table --list` has their titles)")
+        raise Problem(
+            f"the name of a table is missing; give one of {names} (`finetune-mile table --list` has their titles)"
+        )
     path = find_table(options.name)
     table = read_table(path)
     if options.quick:

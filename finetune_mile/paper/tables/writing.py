@@ -29,7 +29,7 @@ PREDICTED = {
 }
 WIDE = 6  # column x measure pairs that fit side by side
 NOISE = (
-    "Ours: mean ± standard deviation over seeds. Verdict: within noise where the paper's number lies inside the 95 % "
+    "Ours: mean ± standard deviation over seeds. Verdict: within noise where the paper's number is inside the 95 % "
     "prediction interval of one more run, t(n - 1) x sd x sqrt(1 + 1/n) around our mean; one seed has no verdict."
 )
 
