@@ -207,7 +207,7 @@ def test_no_warm_up_is_asked_for_where_the_classifier_starts_as_a_probe():
     assert "near the prior" in warnings("head_init=random", "optimizer.name=sgd", "keep=last")
 
 
-@pytest.mark.parametrize("method", ["mile", "softmax"])
+@pytest.mark.parametrize("method", ["mile", pytest.param("softmax", marks=pytest.mark.slow)])
 def test_the_closing_lines_say_which_weights_probe_and_threshold_there_were(photos, tmp_path, capsys, method):
     out = tmp_path / "run"
     flags = LITTLE if method == "mile" else without(LITTLE, "--k-t", "--k-s")
