@@ -9,15 +9,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from finetune_mile.config.flags import Parser
 from finetune_mile.config.resolve import set_settings
 from finetune_mile.core.cores import usable_cores
 from finetune_mile.core.files import locked
 from finetune_mile.core.problems import Problem
-from finetune_mile.paper.tables.description import find_table, quick_table, read_table, shipped_tables
-from finetune_mile.paper.tables.running import Command, command_for, run_with_progress
+from finetune_mile.paper.tables.description import EXTRA, find_table, quick_table, read_table, shipped_tables
 from finetune_mile.paper.tables.runs import (
     LAUNCH,
     Job,
@@ -31,7 +30,9 @@ from finetune_mile.paper.tables.runs import (
     yaml_value,
 )
 from finetune_mile.paper.tables.upstream import Verdict, compare
-from finetune_mile.paper.tables.writing import EXTRA, write_extra, write_ledger
+
+if TYPE_CHECKING:
+    from finetune_mile.paper.tables.running import Command
 
 EPILOG = """examples:
   finetune-mile table ssl --dry-run                        every cell: state, command, settings and their sources
@@ -83,6 +84,9 @@ def main(argv: list[str]) -> int:
         raise Problem(
             f"the name of a table is missing; give one of {names} (`finetune-mile table --list` has their titles)"
         )
+    from finetune_mile.paper.tables.running import command_for  # here: --help must not wait for rich
+    from finetune_mile.paper.tables.writing import write_extra, write_ledger
+
     path = find_table(options.name)
     table = read_table(path)
     if options.quick:
@@ -145,6 +149,8 @@ def seeds_of(text: str | None) -> list[int] | None:
 
 def run(jobs: Sequence[Job], commands: Sequence[Command], runs: Path, parallel: int | None) -> int:
     import torch
+
+    from finetune_mile.paper.tables.running import run_with_progress
 
     cores = usable_cores()
     if parallel is not None and parallel < 1:

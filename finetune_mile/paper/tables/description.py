@@ -15,6 +15,7 @@ from finetune_mile.core.types import Section
 
 Settings = dict[str, Any]  # recipe keys, dotted or nested; also `recipe`
 Seeds = tuple[int, ...]
+EXTRA = {"html": "ledger.html", "csv": "ledger.csv", "latex": "ledger.tex"}  # written on demand: `--format`
 
 
 class Row(Section):
