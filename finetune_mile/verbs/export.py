@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,7 @@ FORMS = {
     "torch": "model.pt2 of torch.export, for any batch size",
 }
 NEEDS = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
+OLDEST = {"onnx": {"torch": (2, 7), "onnxscript": (0, 7)}}  # CONTRIBUTING.md has what was tried
 PROGRAMS = {"onnx": "model.onnx", "torch": "model.pt2"}
 PART = ".part"  # in DIR, until everything is checked
 NOTES = ("arch", "classes", "activation", "threshold", "size", "crop", "interpolation", "antialias", "mean", "std")
@@ -63,6 +66,13 @@ def main(argv: list[str]) -> int:
     missing = " ".join(name for name in NEEDS.get(options.to, ()) if find_spec(name) is None)
     if missing:
         problems.append(f"--to {options.to} needs packages that are not installed: pip install {missing}")
+    oldest = OLDEST.get(options.to, {})
+    if old := [f"{name} {found}" for name, least in oldest.items() if (found := _too_old(name, least))]:
+        needed = " and ".join(f"{name} {least[0]}.{least[1]}" for name, least in oldest.items())
+        problems.append(
+            f"--to {options.to} needs {needed} or newer (installed: {', '.join(old)}): "
+            "pip install -U torch torchvision onnxscript"
+        )
     try:
         parse_source(options.run, "RUN")
         check_empty(options.out, "--out")
@@ -88,6 +98,15 @@ def main(argv: list[str]) -> int:
         f"from ours by {worst:.1g} at most. {options.out / 'README.md'} shows how to load it.\n"
     )
     return 0
+
+
+def _too_old(name: str, least: tuple[int, int]) -> str:
+    """The installed version of a package if it is older than `least`, else nothing."""
+    try:
+        found = version(name)
+    except PackageNotFoundError:  # missing, or installed under another name
+        return ""
+    return found if tuple(map(int, re.findall(r"\d+", found)[:2])) < least else ""
 
 
 def _write(options: argparse.Namespace, opened: Opened, part: Path) -> float:

@@ -287,6 +287,23 @@ def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch, caps
     assert "--to onnx needs packages that are not installed: pip install onnxscript" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("versions", "old"),
+    [
+        (("2.6.0+cu124", "0.7.2"), "torch 2.6.0+cu124"), (("2.15.0", "0.5.7"), "onnxscript 0.5.7"),
+        (("2.6.0", "0.5.7"), "torch 2.6.0, onnxscript 0.5.7"), (("2.15.0", "0.7"), ""), (("3.0.0a0", "1.0"), ""),
+    ],
+)  # fmt: skip
+def test_an_old_package_is_named_with_its_command(versions, old, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(export, "find_spec", lambda name: object())
+    monkeypatch.setattr(export, "version", dict(zip(("torch", "onnxscript"), versions, strict=True)).get)
+    assert cli.main(["export", str(tmp_path / "none"), "--to", "onnx", "--out", str(tmp_path / "out")]) == 2
+    sentences = capsys.readouterr().err.splitlines()
+    assert "there is no such run folder or file" in sentences.pop(), "all problems at once"
+    assert sentences == ([f"error: --to onnx needs torch 2.7 and onnxscript 0.7 or newer (installed: {old}): "
+                          "pip install -U torch torchvision onnxscript"] if old else [])  # fmt: skip
+
+
 @pytest.mark.parametrize("wrong", [0.01, float("nan")])
 def test_other_logits_are_not_left_in_place(wrong, tmp_path, monkeypatch, capsys):
     from finetune_mile.checkpoints import exporting
