@@ -67,10 +67,12 @@ def timm_facts(config: Mapping[str, Any]) -> tuple[str, Preprocess]:
     """Network and convention from a `config.json` that timm wrote."""
     name = str(config["architecture"]).split(".")[0]
     ours = re.fullmatch(r"(resnet(?:18|34|50|101|152|200))(d?)", name)
-    arch = ours[1] + ("-d" if ours[2] else "") if ours else f"timm:{name}"
     arguments = config.get("model_args")
-    if isinstance(arguments, dict) and not ours:
-        arch = join_options(arch, name_options(arguments))
+    options = name_options(arguments) if isinstance(arguments, dict) else {}
+    if ours and options in ({}, {"pool": "avg"}):
+        arch = ours[1] + ("-d" if ours[2] else "")
+    else:
+        arch = join_options(f"timm:{name}", options)
     return arch, _preprocess(config.get("pretrained_cfg") or {})
 
 
@@ -102,6 +104,7 @@ def native(contents: Contents, arch: str, prefix: str | None = None) -> Detected
         unwrap=state_dict_of,
         rename=lambda key: None if key.startswith(two) else key,
         method="timm",
+        finished=True,
     )
     why = f"all {len(names)} tensors of {arch} are there by name"
     return Detected(format="timm", why=why, adapter=adapter, contents=contents, arch=arch)

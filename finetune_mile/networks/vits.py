@@ -26,6 +26,8 @@ SIZES = {
 _SHORT = re.compile(rf"vit(?:_({'|'.join(size for size, *_ in SIZES.values())}))?")
 # timm's modules whose networks have parameters and norms alone, no tensors that they compute
 _PLAIN = ("timm.models.vision_transformer", "timm.models.convnext", "timm.models.deit")
+# arguments of timm's constructors that do not change the features of an image in evaluation; RGB is checked by shape
+_WITHOUT_EFFECT = re.compile(r"num_classes|in_chans|\w*drop\w*_rate|dynamic_img_\w+|strict_img_size|\w*_init")
 _MOST = 2**16  # of any size in a network's name: a config must not ask for a network without end
 
 
@@ -70,7 +72,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "cls": ("class_token", lambda text: bool(_whole(text))),
     "reg": ("reg_tokens", _whole),
     "embed": ("no_embed_class", lambda text: not _whole(text)),  # 0: class token and registers have no position
-    "pool": ("global_pool", _word("token", "avg")),
+    "pool": ("global_pool", _word("token", "avg", "max", "avgmax", "map")),
     "fcnorm": ("fc_norm", lambda text: bool(_whole(text))),  # 1: the norm comes after the pooling
     "act": ("act_layer", _word("gelu", "quick_gelu", "gelu_tanh", "relu", "silu")),
     "depths": ("depths", _wholes),  # of ConvNeXt and Swin, for each stage
@@ -121,18 +123,32 @@ def join_options(name: str, options: Mapping[str, object]) -> str:
 
 
 def name_options(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Arguments of timm's constructor, as a config.json may hold them, as options of a name; others are left out."""
-    options = {}
-    for key, (argument, _) in _OPTIONS.items():
-        value = arguments.get(argument)
-        if value is None:
+    """Arguments of timm's constructor, as a config.json may hold them, as options of a name.
+
+    Raises:
+        Problem: an argument changes features, and no option stands for it.
+    """
+    known = {argument: key for key, (argument, _) in _OPTIONS.items()}
+    found: dict[str, str] = {}
+    for argument, value in arguments.items():
+        if value is None or _WITHOUT_EFFECT.fullmatch(argument):
             continue
+        if argument not in known:
+            raise Problem(f"config.json: model_args has {argument[:40]} {str(value)[:40]!r}, which is not supported")
+        key = known[argument]
+        if key in ("img", "patch", "window") and isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
+            value = value[0]
         if key == "embed":
             value = not value
-        options[key] = (
-            "-".join(map(str, value)) if isinstance(value, list | tuple) else str(+value if value in (0, 1) else value)
-        )
-    return options
+        text = "-".join(map(str, value)) if isinstance(value, list) else str(+value if value in (0, 1) else value)
+        try:
+            _OPTIONS[key][1](text)
+        except ValueError as error:
+            raise Problem(
+                f"config.json: model_args has {argument} {str(value)[:40]!r}, which is not supported"
+            ) from error
+        found[key] = text
+    return {key: found[key] for key in _OPTIONS if key in found}
 
 
 def is_short(arch: str) -> bool:
