@@ -150,11 +150,11 @@ def _part(contents: Contents, choice: str, source: str, place: str) -> tuple[str
         for start in ("",) if prefix == TOP else (prefix, f"{prefix}/", f"{prefix}."):
             # a backbone inside the one that was chosen is another one
             others = tuple(each for each in trunks if start in trunks and each != start and each.startswith(start))
-            paths = [path for path in everything if path.startswith(start) and not path.startswith(others)]
-            if paths and (prefix == TOP or start[-1] in "./"):
-                inside = {path[len(start) :]: everything[path] for path in paths}
-                rest = tuple(everything.keys() - set(paths))
-                return prefix, replace(contents, tree=dict(inside), full_names={}, metadata={}), rest
+            paths = {path: path.startswith(start) and not path.startswith(others) for path in everything}
+            if any(paths.values()) and (prefix == TOP or start[-1] in "./"):
+                inside = {path[len(start) :]: everything[path] for path, taken in paths.items() if taken}
+                rest = tuple(path for path, taken in paths.items() if not taken)
+                return prefix, replace(contents, tree=inside, full_names={}, metadata={}), rest
     prefixes = sorted(filter(None, trunks))
     if not prefixes:
         near = ", ".join(map(str, contents.tree))
@@ -286,27 +286,23 @@ def is_certain(detected: Detected, contents: Contents) -> bool:
 
 
 def assumptions(name: str, said: Mapping[str, str]) -> tuple[str, ...]:
-    """What is assumed about a network, as no tensor shows it, each with the way to say otherwise.
-
-    Args:
-        name: of the network.
-        said: options of a short name in --arch, such as heads.
-    """
+    """What is assumed about a network of this name, each with the way to say otherwise; `said`: options of --arch."""
     arch = parse_arch(name)
     if arch is None:
         if not name.startswith("timm:vit_"):
             return ("timm's network of that name, its defaults",)
         base, options = split_options(name)
         heads = join_options(base, {**options, "heads": "N"})
+        short = "vit:" + "".join(f"{key}={value}," for key, value in said.items())
         act = options.get("act", "quick_gelu" if "_quickgelu_" in base else "gelu")
         eps = options.get("eps", "1e-05" if "_clip_" in base else "1e-06")
         pooled = "the mean of the patches" if options.get("pool") == "avg" else "the class token"
-        other = "" if "pool" in options else f" (the mean of the patches: --arch {_say(said, pool='avg')})"
+        other = "" if "pool" in options else f" (the mean of the patches: --arch {short}pool=avg)"
         instead = "gelu" if act == "quick_gelu" else "quick_gelu"
         texts = {
             "heads": f"attention heads as in {name} (else --arch {heads})",
-            "act": f"activation {act} (else, for example, --arch {_say(said, act=instead)})",
-            "eps": f"norms before attention and MLP, with epsilon {eps} (another: --arch {_say(said, eps='N')})",
+            "act": f"activation {act} (else, for example, --arch {short}act={instead})",
+            "eps": f"norms before attention and MLP, with epsilon {eps} (another: --arch {short}eps=N)",
             "pool": f"features are {pooled} after the final norm{other}",
         }
         if base == "timm:vit_giant_patch14_dinov2":  # a gated MLP, which has its own activation
@@ -326,11 +322,6 @@ def assumptions(name: str, said: Mapping[str, str]) -> tuple[str, ...]:
     made.append("no anti-aliasing" + (f" (else {known})" if known else ""))
     made.append("ReLU, and epsilon 1e-5 in the batch norms")
     return (*made, "no dilation", "features are the mean over the last map")
-
-
-def _say(said: Mapping[str, str], **more: str) -> str:
-    """A short name with options beside those that were given before."""
-    return join_options("vit", {**said, **more})
 
 
 def _same_tensors(one: str, other: str) -> bool:

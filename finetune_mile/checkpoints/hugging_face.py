@@ -62,7 +62,8 @@ def read_transformers(config: Mapping[str, Any], processor: Mapping[str, Any]) -
         # here transformers uses it for some of the norms only: ConvNeXt for the last one, and there 1e-12
         found = _number(config, "layer_norm_eps", eps)
         if found > eps or (kind == "swin" and found != eps):
-            raise Problem(f"config.json: layer_norm_eps {found:g} is not supported; it must be {eps:g} for {kind}")
+            limit = f"{eps:g}" if kind == "swin" else f"at most {eps:g}"
+            raise Problem(f"config.json: layer_norm_eps {found:g} is not supported; it must be {limit} for {kind}")
     if kind == "swin":
         options["img"] = str(_count(config, "image_size", 224))
     strides = {

@@ -250,10 +250,8 @@ def open_contents(
     if card is not None and card.format not in (None, match.format):
         raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {match.format} ({match.why})")
     if "model_type" in config and not facts and match.format.startswith("hf-"):
-        raise Problem(
-            f"config.json: model_type {str(config['model_type'])[:40]!r} is not supported, although the tensors of "
-            f"{source} have {match.why}; docs/vits.md lists the supported ones"
-        )
+        kind = str(config["model_type"])[:40]
+        raise Problem(f"config.json: model_type {kind!r} is not supported; docs/vits.md lists those that are")
     below = ".".join(each.rstrip("./") for each in match.mapping if each)
     adapted = adapt(match.contents, match.adapter, source=source, init=f"{way(place, below)} " if below else "")
     if "model_type" in config:

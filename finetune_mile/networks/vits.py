@@ -26,8 +26,6 @@ SIZES = {
 _SHORT = re.compile(rf"vit(?:_({'|'.join(size for size, *_ in SIZES.values())}))?")
 # timm's modules whose networks have parameters and norms alone, no tensors that they compute
 _PLAIN = ("timm.models.vision_transformer", "timm.models.convnext", "timm.models.deit")
-# arguments of timm's constructors that do not change the features of an image in evaluation; RGB is checked by shape
-_WITHOUT_EFFECT = re.compile(r"num_classes|in_chans|\w*drop\w*_rate|dynamic_img_\w+|strict_img_size|\w*_init")
 _MOST = 2**16  # of any size in a network's name: a config must not ask for a network without end
 
 
@@ -61,7 +59,7 @@ def _word(*words: str) -> Callable[[str], str]:
 
 
 # option: the argument of timm's constructor, and how its text is read
-_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "heads": ("num_heads", _wholes),
     "img": ("img_size", _whole),
     "patch": ("patch_size", _whole),
@@ -104,13 +102,13 @@ def split_timm(arch: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     arguments, own = {}, {}
     for key, text in options.items():
         try:
-            if key in _OPTIONS:
-                argument, parse = _OPTIONS[key]
+            if key in OPTIONS:
+                argument, parse = OPTIONS[key]
                 arguments[argument] = parse(text)
             elif key in _OWN:
                 own[key] = _OWN[key](text)
             else:
-                known = ", ".join([*_OPTIONS, *_OWN])
+                known = ", ".join([*OPTIONS, *_OWN])
                 raise Problem(f"--arch {arch}: unknown option {key!r}; known are {known}")
         except ValueError as error:
             raise Problem(f"--arch {arch}: {key}={text} is not a valid value") from error
@@ -120,35 +118,6 @@ def split_timm(arch: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
 def join_options(name: str, options: Mapping[str, object]) -> str:
     """The inverse of `split_options`."""
     return name + (":" + ",".join(f"{key}={value}" for key, value in options.items()) if options else "")
-
-
-def name_options(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Arguments of timm's constructor, as a config.json may hold them, as options of a name.
-
-    Raises:
-        Problem: an argument changes features, and no option stands for it.
-    """
-    known = {argument: key for key, (argument, _) in _OPTIONS.items()}
-    found: dict[str, str] = {}
-    for argument, value in arguments.items():
-        if value is None or _WITHOUT_EFFECT.fullmatch(argument):
-            continue
-        if argument not in known:
-            raise Problem(f"config.json: model_args has {argument[:40]} {str(value)[:40]!r}, which is not supported")
-        key = known[argument]
-        if key in ("img", "patch", "window") and isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
-            value = value[0]
-        if key == "embed":
-            value = not value
-        text = "-".join(map(str, value)) if isinstance(value, list) else str(+value if value in (0, 1) else value)
-        try:
-            _OPTIONS[key][1](text)
-        except ValueError as error:
-            raise Problem(
-                f"config.json: model_args has {argument} {str(value)[:40]!r}, which is not supported"
-            ) from error
-        found[key] = text
-    return {key: found[key] for key in _OPTIONS if key in found}
 
 
 def is_short(arch: str) -> bool:
