@@ -15,6 +15,7 @@ from torch import Tensor
 from finetune_mile.checkpoints.adapters import ADAPTERS, Adapted
 from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, leaves
 from finetune_mile.checkpoints.adapters.behind import (
+    TOP,
     behind,
     choose,
     find_trunks,
@@ -32,7 +33,10 @@ from finetune_mile.networks.vits import is_short, join_options, split_options
 
 UNKNOWN = -1  # attention heads
 BEHIND_PREFIX = "trunk behind a prefix"
-NAMES_ONLY = {BEHIND_PREFIX, "torchvision", "vit", "convnext", "swin"}  # formats that are the names of a network alone
+NAMES_ONLY = {  # formats that are the names of a network alone; a config.json says the rest
+    *(BEHIND_PREFIX, "torchvision", "vit", "convnext", "swin", "torchvision-vit", "clip-visual", "open-clip"),
+    *("hf-clip", "hf-dinov2", "hf-vit", "hf-swin", "hf-convnext", "hf-resnet"),
+}
 _ANTIALIASED = {  # timm's networks with the same tensors
     "resnet50": ("resnetaa50", "resnetblur50"),
     "resnet50-d": ("resnetaa50d", "resnetblur50d"),
@@ -141,13 +145,17 @@ def _as_in(complete: Detected | None, part: Detected) -> Detected:
 def _part(contents: Contents, choice: str, source: str, place: str) -> tuple[str, Contents, tuple[str, ...]]:
     """The prefix that was asked for, the tensors below it as a flat file of its own, and the paths of the rest."""
     everything = dict(leaves(contents.tree))
+    trunks = list_prefixes(everything)
     for prefix in filter(None, (choice, resolve(choice, everything))):
-        for start in (prefix, f"{prefix}/", f"{prefix}."):
-            inside = {path[len(start) :]: t for path, t in everything.items() if path.startswith(start)}
-            if inside and start[-1] in "./":
-                rest = tuple(path for path in everything if not path.startswith(start))
-                return prefix, replace(contents, tree=dict(inside), full_names={}, metadata={}), rest
-    prefixes = sorted(prefix for prefix in list_prefixes(everything) if prefix)
+        for start in ("",) if prefix == TOP else (prefix, f"{prefix}/", f"{prefix}."):
+            # a backbone inside the one that was chosen is another one
+            others = tuple(each for each in trunks if start in trunks and each != start and each.startswith(start))
+            paths = {path: path.startswith(start) and not path.startswith(others) for path in everything}
+            if any(paths.values()) and (prefix == TOP or start[-1] in "./"):
+                inside = {path[len(start) :]: everything[path] for path, taken in paths.items() if taken}
+                rest = tuple(path for path, taken in paths.items() if not taken)
+                return prefix, replace(contents, tree=inside, full_names={}, metadata={}), rest
+    prefixes = sorted(filter(None, trunks))
     if not prefixes:
         near = ", ".join(map(str, contents.tree))
         raise Problem(f"{source}: no tensor is below {choice!r}; the file has: {near}")
@@ -162,7 +170,7 @@ def _behind_prefix(contents: Contents, source: str, place: str) -> Detected:
         raise no_backbone(paths, source)
     chosen = choose(trunks, paths)
     if chosen is None:
-        ways = " or ".join(way(place, prefix) for prefix in sorted(trunks))
+        ways = " or ".join(way(place, prefix or TOP) for prefix in sorted(trunks))
         raise Problem(f"{source} holds {len(trunks)} backbones; choose one: {ways}")
     prefix, reason = chosen
     nested = any("/" in path[len(prefix) :] for path in trunks[prefix].values())
@@ -278,20 +286,29 @@ def is_certain(detected: Detected, contents: Contents) -> bool:
     return detected.format not in NAMES_ONLY and detected.adapter.is_certain(contents)
 
 
-def assumptions(name: str) -> tuple[str, ...]:
-    """What is assumed about a network of this name, as no tensor shows it, each with the way to say otherwise."""
+def assumptions(name: str, said: Mapping[str, str]) -> tuple[str, ...]:
+    """What is assumed about a network of this name, each with the way to say otherwise; `said`: options of --arch."""
     arch = parse_arch(name)
     if arch is None:
         if not name.startswith("timm:vit_"):
             return ("timm's network of that name, its defaults",)
         base, options = split_options(name)
         heads = join_options(base, {**options, "heads": "N"})
+        short = "vit:" + "".join(f"{key}={value}," for key, value in said.items())
+        act = options.get("act", "quick_gelu" if "_quickgelu_" in base else "gelu")
+        eps = options.get("eps", "1e-05" if "_clip_" in base else "1e-06")
         pooled = "the mean of the patches" if options.get("pool") == "avg" else "the class token"
-        other = "" if "pool" in options else " (the mean of the patches: --arch vit:pool=avg)"
-        return (
-            f"attention heads as in {name} (else --arch {heads})",
-            f"features are {pooled} after the final norm{other}",
-        )
+        other = "" if "pool" in options else f" (the mean of the patches: --arch {short}pool=avg)"
+        instead = "gelu" if act == "quick_gelu" else "quick_gelu"
+        texts = {
+            "heads": f"attention heads as in {name} (else --arch {heads})",
+            "act": f"activation {act} (else, for example, --arch {short}act={instead})",
+            "eps": f"norms before attention and MLP, with epsilon {eps} (another: --arch {short}eps=N)",
+            "pool": f"features are {pooled} after the final norm{other}",
+        }
+        if base == "timm:vit_giant_patch14_dinov2":  # a gated MLP, which has its own activation
+            texts.pop("act")
+        return (*(text for key, text in texts.items() if key not in said), "positions of a square grid")
     made = []
     if arch.block == "bottleneck" and not arch.sk and not arch.stride_first:
         made.append(f"stride in the 3x3 convolutions (in the first 1x1: --arch {name}-v1)")
@@ -304,6 +321,7 @@ def assumptions(name: str) -> tuple[str, ...]:
         )
     known = " or ".join(f"--arch timm:{each}" for each in _ANTIALIASED.get(name, ()))
     made.append("no anti-aliasing" + (f" (else {known})" if known else ""))
+    made.append("ReLU, and epsilon 1e-5 in the batch norms")
     return (*made, "no dilation", "features are the mean over the last map")
 
 
@@ -367,7 +385,10 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: st
         return name_arch(arch)
     except LookupError as error:
         known = ", ".join(f"ResNet-{depth} {shape[1]}" for depth, shape in DEPTHS.items())
-        raise Problem(f"{source}: a ResNet of {error} is not supported ({known}; width 64 times n)") from error
+        raise Problem(
+            f"{source}: a ResNet of {error} is not supported ({known}; width 64 times n); "
+            "if timm has this network, say --arch timm:NAME"
+        ) from error
 
 
 def _width(shapes: Mapping[str, tuple[int, ...]]) -> int:

@@ -48,23 +48,31 @@ def read_transformers(config: Mapping[str, Any], processor: Mapping[str, Any]) -
         return {}
     heads, act, eps, seen = _TYPES[kind]
     options = {}
+    word = config.get("hidden_act", act)
+    if not isinstance(word, str) or word not in (_ACTIVATIONS if heads is not None else (act,)):
+        raise Problem(f"config.json: hidden_act {str(word)[:40]!r} is not supported")
     if heads is not None:
-        word = config.get("hidden_act", act)
-        if not isinstance(word, str) or word not in _ACTIVATIONS:
-            raise Problem(f"config.json: hidden_act {str(word)[:40]!r} is not supported")
         # DINOv2's gated MLP has its own activation, whatever hidden_act says
         gated = bool(config.get("use_swiglu_ffn"))
         options = {"heads": str(_count(config, "num_attention_heads", heads))}
         options |= {} if gated else {"act": _ACTIVATIONS[word]}
         options |= {} if kind == "dinov2_with_registers" else {"resize": "plain"}
-    if heads is not None or kind == "swin":
         options["eps"] = f"{_number(config, 'layer_norm_eps', eps):g}"
+    elif kind != "resnet":
+        # here transformers uses it for some of the norms only: ConvNeXt for the last one, and there 1e-12
+        found = _number(config, "layer_norm_eps", eps)
+        if found > eps or (kind == "swin" and found != eps):
+            limit = f"{eps:g}" if kind == "swin" else f"at most {eps:g}"
+            raise Problem(f"config.json: layer_norm_eps {found:g} is not supported; it must be {limit} for {kind}")
     if kind == "swin":
         options["img"] = str(_count(config, "image_size", 224))
-    if kind == "resnet" and config.get("downsample_in_bottleneck"):
-        raise Problem(
-            "config.json: downsample_in_bottleneck true is not supported; the stride is in the 3x3 convolution"
-        )
+    strides = {
+        "downsample_in_bottleneck": "the stride is in the 3x3 convolution",
+        "downsample_in_first_stage": "the first stage has no stride",
+    }
+    for key, supported in strides.items() if kind == "resnet" else ():
+        if config.get(key):
+            raise Problem(f"config.json: {key} true is not supported; {supported}")
     size = _count(config, "image_size", 224)
     return {"options": options, "method": kind, "preprocess": _input(processor, seen.model_copy(update={"size": size}))}
 

@@ -33,7 +33,7 @@ from finetune_mile.images.pipeline import centre_view, normalise, to_pixels
 from finetune_mile.networks.heads import HeadBias, HeadWeight, build, get_head, new_head, set_head
 from finetune_mile.networks.parts import HiddenLinear
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
-from finetune_mile.networks.vits import build_empty, expand_short, is_short
+from finetune_mile.networks.vits import build_empty, expand_short, is_short, split_options
 
 Activation = Literal["softmax", "sigmoid"]
 LINEAR, HIDDEN = {"fc.weight", "fc.bias"}, {"fc.hidden.weight", "fc.hidden.bias"}  # tensors of a classifier
@@ -249,6 +249,9 @@ def open_contents(
     match = match or detect(contents, prefix, source=source, place=place, format=format)
     if card is not None and card.format not in (None, match.format):
         raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {match.format} ({match.why})")
+    if "model_type" in config and not facts and match.format.startswith("hf-"):
+        kind = str(config["model_type"])[:40]
+        raise Problem(f"config.json: model_type {kind!r} is not supported; docs/vits.md lists those that are")
     below = ".".join(each.rstrip("./") for each in match.mapping if each)
     adapted = adapt(match.contents, match.adapter, source=source, init=f"{way(place, below)} " if below else "")
     if "model_type" in config:
@@ -257,7 +260,8 @@ def open_contents(
         contents, match, adapted, config=facts.get("arch"), card=card.arch if card else None, arch=arch, source=source,
         place=place, options=options,
     )  # fmt: skip
-    certain = bool(facts.get("arch") or options or card or arch) or is_certain(match, contents)
+    said = split_options(arch)[1] if arch and is_short(arch) else {}  # a short name says no more than its options
+    certain = bool(facts or card or (arch and not is_short(arch))) or is_certain(match, contents)
     if card is None:
         defaults = {"padding": match.adapter.padding, "preprocess": _preprocess(match.adapter, adapted.tensors, name)}
         card = Card.model_validate(
@@ -283,7 +287,7 @@ def open_contents(
         stubs=contents.stubs, mapping=match.mapping,
         classifier=len(heads["fc.weight"]) if set(heads) in (LINEAR, LINEAR | HIDDEN) else 0,
         certain=certain,
-        assumed=(*(() if certain else assumptions(name)), *(() if located.card else match.adapter.assumes)),
+        assumed=(*(() if certain else assumptions(name, said)), *(() if located.card else match.adapter.assumes)),
         others=other_backbones(dict(leaves(contents.tree)), set(adapted.raw.values())), picked=prefix is not None,
     )  # fmt: skip
     return Opened(

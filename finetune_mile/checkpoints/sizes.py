@@ -32,6 +32,8 @@ def read_vit(shapes: Shapes, marks: Mapping[str, str], *, source: str) -> str:
         own["scale"] = "1e-05"
     if "fc_norm.weight" in shapes or not own["cls"]:
         own |= {"pool": "avg", "fcnorm": int("fc_norm.weight" in shapes)}
+        if marks.get("pool", "avg") != "avg":
+            raise Problem(f"{source}: features are the mean of the patches in this network, not pool={marks['pool']}")
     elif marks.get("pool") == "avg":  # the mean of patches after the norm, which the file has
         own |= {"pool": "avg", "fcnorm": 0}
     base, has = _base(shapes, own, size, marks, source)
@@ -68,12 +70,17 @@ def _embedding(shapes: Shapes, dim: int, source: str) -> dict[str, object]:
     positions = shapes.get("pos_embed", ())
     if len(positions) != 3:
         raise Problem(f"{source}: pos_embed is missing; a vision transformer without it needs --arch timm:NAME")
-    prefix = (1 if found["cls"] else 0) + int(str(found.get("reg", 0)))
-    for embed in (1, 0):
-        tokens = positions[1] - prefix * embed
-        side = math.isqrt(max(tokens, 0))
-        if side and side * side == tokens:
-            return {**found, "patch": patch[-1], "img": side * patch[-1], "embed": embed if prefix else 1}
+    cls, registers, count = int("cls_token" in shapes), shapes.get("reg_token", (1, 0))[1], positions[1]
+    without = {count, count - cls, count - cls - registers}
+    sides = {math.isqrt(patches) for patches in without if patches > 0 and math.isqrt(patches) ** 2 == patches}
+    if len(sides) > 1:
+        raise Problem(
+            f"{source}: {count} positions are two square grids, with and without tokens; use --arch timm:NAME"
+        )
+    if sides:
+        (side,) = sides
+        embed = int(count != side**2 or not cls + registers)
+        return {**found, "patch": patch[-1], "img": side * patch[-1], "embed": embed}
     raise Problem(f"{source}: {positions[1]} positions are not a square grid; use --arch timm:NAME")
 
 
@@ -87,7 +94,8 @@ def _heads(dim: int, marks: Mapping[str, str], usual: int, source: str) -> int:
         )
     if not text:
         likely = [heads for heads in (dim // 64, dim // 32) if heads and dim % heads == 0] or [1]
-        ways = " or ".join(f"--arch vit:heads={heads}" for heads in likely)
+        said = {key: marks[key] for key in ("act",) if key in marks}
+        ways = " or ".join(f"--arch {join_options('vit', {**said, 'heads': heads})}" for heads in likely)
         raise Problem(
             f"{source} holds a vision transformer of width {dim} and does not show its number of attention heads; "
             f"say {ways} (or another number)"
@@ -115,9 +123,11 @@ def _base(
         return f"vit_giant_patch14{reg}_dinov2", has | more | {"act": "silu"}
     if "norm_pre.weight" in shapes:
         if "act" not in marks:
+            said = {key: marks[key] for key in ("heads",) if key in marks}
+            quick, plain = (f"--arch {join_options('vit', {**said, 'act': act})}" for act in ("quick_gelu", "gelu"))
             raise Problem(
-                f"{source} holds CLIP's image network and does not show its activation; say --arch "
-                "vit:act=quick_gelu (OpenAI's) or --arch vit:act=gelu (most of open_clip's)"
+                f"{source} holds CLIP's image network and does not show its activation; say {quick} (OpenAI's) or "
+                f"{plain} (most of open_clip's)"
             )
         quick = "_quickgelu" if marks["act"] == "quick_gelu" else ""
         pattern, fallback = f"vit_{{}}_patch{patch}_clip{quick}_{img}", f"vit_base_patch16_clip{quick}_224"
@@ -230,6 +240,8 @@ def merge_claim(claim: str, found: Mapping[str, str], *, source: str, shapes: Sh
     unknown = options.keys() - {"heads", "act", "eps", "resize", "pool"}
     if unknown:
         raise Problem(f"--arch {claim}: {min(unknown)} is read from the file; leave it out")
+    if options.get("pool", "avg") not in ("avg", "token"):
+        raise Problem(f"--arch {claim}: use pool=avg or pool=token, or --arch timm:NAME")
     return {**found, **options}
 
 

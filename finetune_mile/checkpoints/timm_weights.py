@@ -16,7 +16,12 @@ from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.heads import build
-from finetune_mile.networks.vits import join_options, name_options, split_timm
+from finetune_mile.networks.vits import OPTIONS, join_options, split_timm
+
+# arguments of timm's constructors that do not change the features of an image in evaluation; RGB is checked by shape
+_WITHOUT_EFFECT = re.compile(
+    r"(?:num_classes|in_chans|\w*drop\w*_rate|dynamic_img_\w+|strict_img_size|\w*_init)=.*|norm_layer=batchnorm2d"
+)
 
 
 def open_timm(name: str, arch: str | None) -> tuple[nn.Module, Card]:
@@ -67,11 +72,38 @@ def timm_facts(config: Mapping[str, Any]) -> tuple[str, Preprocess]:
     """Network and convention from a `config.json` that timm wrote."""
     name = str(config["architecture"]).split(".")[0]
     ours = re.fullmatch(r"(resnet(?:18|34|50|101|152|200))(d?)", name)
-    arch = ours[1] + ("-d" if ours[2] else "") if ours else f"timm:{name}"
     arguments = config.get("model_args")
-    if isinstance(arguments, dict) and not ours:
-        arch = join_options(arch, name_options(arguments))
+    options = _options(arguments) if isinstance(arguments, dict) else {}
+    if ours and options in ({}, {"pool": "avg"}):
+        arch = ours[1] + ("-d" if ours[2] else "")
+    else:
+        arch = join_options(f"timm:{name}", options)
     return arch, _preprocess(config.get("pretrained_cfg") or {})
+
+
+def _options(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Arguments of timm's constructor, as a config.json may hold them, as options of a name.
+
+    Raises:
+        Problem: an argument changes features, and no option stands for it.
+    """
+    known = {argument: key for key, (argument, _) in OPTIONS.items()}
+    found: dict[str, str] = {}
+    for argument, value in arguments.items():
+        if value is None or _WITHOUT_EFFECT.fullmatch(f"{argument}={value}"):
+            continue
+        try:
+            key = known[argument]
+            if key in ("img", "patch", "window") and isinstance(value, list) and value == value[:1] * 2:
+                value = value[0]
+            value = not value if key == "embed" else value
+            text = "-".join(map(str, value)) if isinstance(value, list) else str(+value if value in (0, 1) else value)
+            OPTIONS[key][1](text)
+        except (LookupError, ValueError) as error:
+            said = f"{argument[:40]} {str(value)[:40]!r}"
+            raise Problem(f"config.json: model_args has {said}, which is not supported") from error
+        found[key] = text
+    return {key: found[key] for key in OPTIONS if key in found}
 
 
 def _preprocess(config: Mapping[str, Any]) -> Preprocess:
@@ -102,6 +134,7 @@ def native(contents: Contents, arch: str, prefix: str | None = None) -> Detected
         unwrap=state_dict_of,
         rename=lambda key: None if key.startswith(two) else key,
         method="timm",
+        finished=True,
     )
     why = f"all {len(names)} tensors of {arch} are there by name"
     return Detected(format="timm", why=why, adapter=adapter, contents=contents, arch=arch)

@@ -59,7 +59,7 @@ def _word(*words: str) -> Callable[[str], str]:
 
 
 # option: the argument of timm's constructor, and how its text is read
-_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "heads": ("num_heads", _wholes),
     "img": ("img_size", _whole),
     "patch": ("patch_size", _whole),
@@ -70,7 +70,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "cls": ("class_token", lambda text: bool(_whole(text))),
     "reg": ("reg_tokens", _whole),
     "embed": ("no_embed_class", lambda text: not _whole(text)),  # 0: class token and registers have no position
-    "pool": ("global_pool", _word("token", "avg")),
+    "pool": ("global_pool", _word("token", "avg", "max", "avgmax", "map")),
     "fcnorm": ("fc_norm", lambda text: bool(_whole(text))),  # 1: the norm comes after the pooling
     "act": ("act_layer", _word("gelu", "quick_gelu", "gelu_tanh", "relu", "silu")),
     "depths": ("depths", _wholes),  # of ConvNeXt and Swin, for each stage
@@ -102,13 +102,13 @@ def split_timm(arch: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     arguments, own = {}, {}
     for key, text in options.items():
         try:
-            if key in _OPTIONS:
-                argument, parse = _OPTIONS[key]
+            if key in OPTIONS:
+                argument, parse = OPTIONS[key]
                 arguments[argument] = parse(text)
             elif key in _OWN:
                 own[key] = _OWN[key](text)
             else:
-                known = ", ".join([*_OPTIONS, *_OWN])
+                known = ", ".join([*OPTIONS, *_OWN])
                 raise Problem(f"--arch {arch}: unknown option {key!r}; known are {known}")
         except ValueError as error:
             raise Problem(f"--arch {arch}: {key}={text} is not a valid value") from error
@@ -118,21 +118,6 @@ def split_timm(arch: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
 def join_options(name: str, options: Mapping[str, object]) -> str:
     """The inverse of `split_options`."""
     return name + (":" + ",".join(f"{key}={value}" for key, value in options.items()) if options else "")
-
-
-def name_options(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Arguments of timm's constructor, as a config.json may hold them, as options of a name; others are left out."""
-    options = {}
-    for key, (argument, _) in _OPTIONS.items():
-        value = arguments.get(argument)
-        if value is None:
-            continue
-        if key == "embed":
-            value = not value
-        options[key] = (
-            "-".join(map(str, value)) if isinstance(value, list | tuple) else str(+value if value in (0, 1) else value)
-        )
-    return options
 
 
 def is_short(arch: str) -> bool:

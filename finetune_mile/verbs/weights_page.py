@@ -88,7 +88,8 @@ adds the accuracies that it measured to the record ([imagenet.md](imagenet.md)).
 
 - **Several backbones in one file** (online and momentum, student and teacher): formats that we know
   say which one is meant. In other files it is the one that is not called momentum, target, key or ema.
-  The load report names the others; `--init 'FILE::teacher'` takes the one whose prefix has that part.
+  The load report names the others; `--init 'FILE::teacher'` takes the one whose prefix has that part,
+  `--init 'FILE::.'` the one without a prefix.
   Where nothing tells, the load stops and prints the ways to type. SimCLR-v2's EMA copy is
   `--init simclrv2-sk1::ema_model`. A part that is picked keeps the format of the complete file: its
   padding, its input and its stem.
@@ -97,7 +98,8 @@ adds the accuracies that it measured to the record ([imagenet.md](imagenet.md)).
 - **What is assumed**: a file that has nothing but the names of a network is read as torchvision's (or
   timm's) network. The load report lists what no tensor shows, with the flag to say otherwise: stride
   in the 3x3 (`-v1`: in the 1x1), max-pooling after a 7x7 stem (`-nopool`) and none after a 3x3 stem
-  (`-pool`), no anti-aliasing, no dilation. `finetune-mile weights check FILE` shows it.
+  (`-pool`), ReLU, epsilon 1e-5 in the batch norms, no anti-aliasing, no dilation.
+  `finetune-mile weights check FILE` shows it.
 - **Parts inside a backbone that we do not know**, such as attention modules, stop the load: without
   them the features would be wrong. Modules beside it (heads, queues, copies) are dropped.
 - **Objects beside the weights** (settings with `functools.partial`, metrics, generators) stay inert: no

@@ -122,7 +122,7 @@ def test_anti_aliasing_is_assumed_and_the_printed_way_is_exact(tmp_path: Path) -
 )
 def test_every_network_that_an_assumption_names_has_the_same_tensors(name: str) -> None:
     mine = {key: tuple(tensor.shape) for key, tensor in trunk(name).items()}
-    for other in re.findall(r"--arch ([\w:-]+)", " ".join(assumptions(name))):
+    for other in re.findall(r"--arch ([\w:-]+)", " ".join(assumptions(name, {}))):
         assert {key: tuple(tensor.shape) for key, tensor in trunk(other).items()} == mine, other
 
 
@@ -220,6 +220,23 @@ def test_an_ema_copy_is_named_and_can_be_asked_for(tree: dict[str, dict[str, Ten
     assert "not a moving average" in report.reason
     picked = open_it(contents, other).report
     assert (picked.arch, picked.reason) == ("resnet18", "the loaded one is the one that you chose")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_backbone_that_holds_another_one_can_be_chosen(nested: bool, tmp_path: Path) -> None:
+    """A user's network with its teacher inside: nothing tells which one is meant, and each printed way is exact."""
+    network, teacher = (own_network(torchvision.models.resnet18) for _ in range(2))
+    nn.init.normal_(teacher.conv1.weight)  # type: ignore[arg-type, union-attr]
+    network.teacher = teacher
+    state = network.state_dict()
+    torch.save({"state_dict": state} if nested else state, tmp_path / "x.pth")
+    with pytest.raises(Problem, match="holds 2 backbones; choose one") as caught:
+        finetune_mile.load(str(tmp_path / "x.pth"))
+    first, second = re.findall(r"--init '([^']+)'", str(caught.value))
+    assert features_apart(Path(first), network) < 1e-5
+    assert features_apart(Path(second), teacher) < 1e-5
+    (other,) = finetune_mile.load(second).report.others  # what `weights check` prints
+    assert features_apart(Path(f"{tmp_path / 'x.pth'}::{other}"), network) < 1e-5
 
 
 def test_copies_are_told_apart_by_their_numbers_and_names() -> None:

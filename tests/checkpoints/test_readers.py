@@ -259,6 +259,19 @@ def test_a_whole_module_is_its_state_dict_in_both_containers(tmp_path, new):
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_negated_view_is_not_read_with_the_wrong_sign(legacy, tmp_path):
+    """torch writes the numbers of its storage, and beside them that they are to be negated."""
+    view = torch.complex(torch.ones(3), torch.ones(3)).conj().imag
+    assert view.is_neg()
+    torch.save({"x": view}, tmp_path / "x.pth", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(Problem, match=r"negated .* save tensor\.resolve_neg\(\) instead"):
+        read(tmp_path / "x.pth")
+    torch.save({"x": view.resolve_neg()}, tmp_path / "x.pth", _use_new_zipfile_serialization=not legacy)
+    assert torch.equal(read(tmp_path / "x.pth").tree["x"], -torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated since torch 2.15
 def test_quantised_weights_are_called_quantised(tmp_path):
     torch.save({"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, tmp_path / "x.pth")
     with pytest.raises(Problem, match="quantised"):

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from finetune_mile.networks.any_size import resample
 from finetune_mile.networks.heads import build
 
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
+WINDOWS = {"img_size": 32, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
 
 
 def make(name: str = "vit_base_patch16_224", **changes: Any) -> nn.Module:
@@ -94,6 +96,56 @@ def test_the_number_of_heads_is_asked_for_and_every_printed_answer_loads(tmp_pat
         torch.testing.assert_close(loaded(found, 32), features(networks[int(heads)], 32), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("changes", "way"),
+    [
+        ({"act_layer": "quick_gelu"}, "vit:heads=4,act=quick_gelu"),
+        ({"norm_layer": partial(nn.LayerNorm, eps=0.1)}, "vit:heads=4,eps=N"),
+        ({"global_pool": "avg", "fc_norm": False}, "vit:heads=4,pool=avg"),
+    ],
+)
+def test_an_answer_about_the_heads_leaves_the_other_assumptions(
+    changes: dict[str, Any], way: str, tmp_path: Path
+) -> None:
+    network = make(**SIZES, **changes)
+    torch.save(network.state_dict(), tmp_path / "vit.pth")
+    report = finetune_mile.load(str(tmp_path / "vit.pth"), arch="vit:heads=4").report
+    assert not report.certain
+    assert f"--arch {way})" in " ".join(report.assumed)
+    assert "positions of a square grid" in report.assumed
+    assert not any("attention heads" in text for text in report.assumed)
+    found = finetune_mile.load(str(tmp_path / "vit.pth"), arch=way.replace("eps=N", "eps=0.1"))
+    torch.testing.assert_close(loaded(found, 32), features(network, 32), rtol=0, atol=1e-6)
+
+
+def test_the_names_of_a_library_do_not_show_heads_and_activation(tmp_path: Path) -> None:
+    """torchvision's file, transformers' without its config, and a transformer that a user trained with lightly."""
+    other = torchvision.models.VisionTransformer(32, 8, 1, 4, 192, 128)
+    torch.save(other.state_dict(), tmp_path / "vit.pth")
+    trained = nn.ModuleDict(
+        {"backbone": make(**SIZES | {"embed_dim": 192, "num_heads": 6}), "projection_head": nn.Linear(192, 8)}
+    )
+    torch.save(trained.state_dict(), tmp_path / "lightly.pth")
+    write_folder("ViT", tmp_path / "hf", hidden_size=192, hidden_act="relu")
+    (tmp_path / "hf" / "config.json").unlink()
+    for path in (tmp_path / "vit.pth", tmp_path / "hf", tmp_path / "lightly.pth"):
+        report = finetune_mile.load(str(path)).report
+        assert not report.certain
+        for word in ("attention heads", "activation gelu", "epsilon"):
+            assert any(word in text for text in report.assumed)
+
+
+def test_positions_that_are_two_square_grids_are_not_guessed(tmp_path: Path) -> None:
+    """A class token, 9 registers and 4 x 4 patches, or a class token and 5 x 5 patches as in DINOv2."""
+    network = make(**SIZES, reg_tokens=9)
+    torch.save(network.state_dict(), tmp_path / "vit.pth")
+    with pytest.raises(Problem, match="26 positions are two square grids"):
+        finetune_mile.load(str(tmp_path / "vit.pth"), arch="vit:heads=4")
+    arch = "timm:vit_base_patch16_224:img=32,patch=8,dim=64,depth=2,heads=4,reg=9"
+    found = finetune_mile.load(str(tmp_path / "vit.pth"), arch=arch)
+    torch.testing.assert_close(loaded(found, 32), features(network, 32), rtol=0, atol=1e-6)
+
+
 def test_short_names_must_agree_with_the_file(tmp_path: Path) -> None:
     torch.save(make("vit_tiny_patch16_224", depth=1, num_classes=0).state_dict(), tmp_path / "vit.pth")
     assert finetune_mile.load(str(tmp_path / "vit.pth"), arch="vit_tiny:heads=12").report.arch.endswith("heads=12")
@@ -111,8 +163,10 @@ def test_clips_activation_is_asked_for(act: str, tmp_path: Path) -> None:
     name = "vit_base_patch16_clip_224" if act == "gelu" else "vit_base_patch16_clip_quickgelu_224"
     network = make(name, **SIZES)
     torch.save(network.state_dict(), tmp_path / "clip.pth")
-    with pytest.raises(Problem, match=r"--arch vit:act=quick_gelu .* or --arch vit:act=gelu"):
+    with pytest.raises(Problem, match=r"--arch vit:heads=4,act=quick_gelu .* or --arch vit:heads=4,act=gelu"):
         finetune_mile.load(str(tmp_path / "clip.pth"), arch="vit:heads=4")
+    with pytest.raises(Problem, match=rf"--arch vit:act={act},heads=1 or --arch vit:act={act},heads=2"):
+        finetune_mile.load(str(tmp_path / "clip.pth"), arch=f"vit:act={act}")
     found = finetune_mile.load(str(tmp_path / "clip.pth"), arch=f"vit:act={act},heads=4")
     torch.testing.assert_close(loaded(found, 32), features(network, 32), rtol=0, atol=1e-6)
 
@@ -144,6 +198,22 @@ def test_convnext_and_swin_flat_and_as_solo_learn_writes_them(
     found = finetune_mile.load(str(tmp_path / "last.ckpt"))
     assert found.report.arch.startswith(f"timm:{name}:")
     torch.testing.assert_close(loaded(found, size), features(network, size), rtol=0, atol=1e-6)
+
+
+def test_a_network_of_timm_keeps_query_key_and_value_apart(tmp_path: Path) -> None:
+    """CaiT's class attention: in its flat file, by the printed `--arch timm:NAME`, and in our own export of it."""
+    network = make("cait_xxs24_224")
+    torch.save(network.state_dict(), tmp_path / "cait.pth")
+    with pytest.raises(Problem, match="if timm has this network, say --arch timm:NAME"):
+        finetune_mile.load(str(tmp_path / "cait.pth"))
+    arch = ["--arch", "timm:cait_xxs24_224"]
+    assert main(["weights", "convert", str(tmp_path / "cait.pth"), str(tmp_path / "own"), *arch]) == 0
+    expected = features(network, 224)
+    for found in (
+        finetune_mile.load(str(tmp_path / "cait.pth"), arch=arch[1]),
+        finetune_mile.load(str(tmp_path / "own")),
+    ):
+        torch.testing.assert_close(loaded(found, 224), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
 
 
 def test_torchvisions_transformer(tmp_path: Path) -> None:
@@ -211,6 +281,7 @@ SMALL = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "image_size": 32,
     "patch_size": 8,
 }  # fmt: skip
+RESNET18 = {"embedding_size": 64, "hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"}
 STAGES = {"depths": [1, 1, 2, 1], "hidden_sizes": [8, 16, 24, 32]}
 Pool = Callable[[Any], Tensor]
 
@@ -236,14 +307,15 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], int, Pool]] = {
     "ConvNext": ("convnext", STAGES, 64, pooled),
     "ConvNextV2": ("convnext", STAGES, 64, pooled),
     "CLIPVision": ("clip", SMALL, 32, pooled),
+    "ResNet": ("resnet", RESNET18, 64, pooled),
 }  # fmt: skip
 
 
-def write_folder(family: str, folder: Path) -> Any:
+def write_folder(family: str, folder: Path, **changes: Any) -> Any:
     """A tiny network of transformers, saved in a folder by it."""
     transformers = pytest.importorskip("transformers", reason="writes the folders that are read here")
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**FOLDERS[family][1])
+    config = getattr(transformers, f"{family}Config")(**(FOLDERS[family][1] if family in FOLDERS else SMALL) | changes)
     network = getattr(transformers, f"{family}Model")(config).eval()
     with torch.no_grad():
         for parameter in network.parameters():
@@ -274,7 +346,7 @@ def test_folders_of_transformers(family: str, tmp_path: Path) -> None:
         ({"image_size": -1}, "image_size -1 is not a number"),
         ({"layer_norm_eps": "x" * 100}, "layer_norm_eps x+ is not a number"),
         ({"hidden_act": ["gelu"] * 50}, r"hidden_act .* is not supported"),
-        ({"model_type": ["vit"]}, "does not show its number of attention heads"),
+        ({"model_type": ["vit"]}, "model_type .* is not supported"),
     ],
 )
 def test_a_config_cannot_build_what_the_tensors_are_not(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -283,6 +355,77 @@ def test_a_config_cannot_build_what_the_tensors_are_not(changes: dict[str, Any],
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     with pytest.raises(Problem, match=sentence):
         finetune_mile.load(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("ConvNext", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ("ConvNext", {"layer_norm_eps": 0.5}, "layer_norm_eps 0.5 is not supported; it must be at most 1e-06"),
+        ("ConvNextV2", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ("Swin", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+        ("Swin", {"layer_norm_eps": 0.5}, "layer_norm_eps 0.5 is not supported; it must be 1e-05"),
+        ("ResNet", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("ResNet", {"downsample_in_first_stage": True}, "downsample_in_first_stage true is not supported"),
+        ("SiglipVision", {"hidden_size": 192}, "model_type 'siglip_vision_model' is not supported"),
+        ("SiglipVision", {"hidden_size": 192, "vision_use_head": False}, "model_type 'siglip_vision_model' is not"),
+        ("IJepa", {"hidden_size": 192}, "model_type 'ijepa' is not supported"),
+        ("DPT", {"hidden_size": 192}, "model_type 'dpt' is not supported"),
+        ("ChineseCLIPVision", {}, "model_type 'chinese_clip_vision_model' is not supported"),
+    ],
+)
+def test_what_a_config_says_and_the_network_does_not_have_is_refused(
+    family: str, changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    write_folder(family, tmp_path, **changes)
+    with pytest.raises(Problem, match=sentence):
+        finetune_mile.load(str(tmp_path))
+
+
+# -------------------------------------------------------------------------------- timm's own folders
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "size"),
+    [
+        ("vit_base_patch16_224", SIZES, 32),
+        ("vit_base_patch16_224", SIZES | {"act_layer": "quick_gelu", "num_heads": 2, "drop_path_rate": 0.1}, 32),
+        ("vit_base_patch16_224", SIZES | {"global_pool": "avg", "fc_norm": False}, 32),
+        ("vit_base_patch16_siglip_224", SIZES, 32),
+        ("beit_base_patch16_224", SIZES, 32),
+        ("deit_tiny_distilled_patch16_224", {"depth": 1}, 224),
+        ("swinv2_tiny_window8_256", WINDOWS, 32),
+        ("resnet18", {"norm_layer": "batchnorm2d"}, 64),
+        ("resnet18", {"act_layer": "silu"}, 64),
+        ("resnet18", {"global_pool": "max"}, 64),
+    ],
+)  # fmt: skip
+def test_folders_of_timm(name: str, changes: dict[str, Any], size: int, tmp_path: Path) -> None:
+    """timm 1.0.31 writes all arguments of the network, and the image size as two numbers."""
+    network = make(name, **changes)
+    timm.models.save_for_hf(network, str(tmp_path), model_args=changes, safe_serialization=True)
+    expected = features(network, size)
+    torch.testing.assert_close(
+        loaded(finetune_mile.load(str(tmp_path)), size), expected, rtol=0, atol=1e-4 * float(expected.abs().max())
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("resnet18", {"output_stride": 8}, "model_args has output_stride '8', which is not supported"),
+        ("efficientnet_b0", {"bn_eps": 0.1}, "model_args has bn_eps '0.1', which is not supported"),
+        ("convnext_tiny", {"depths": [1, 1, 1, 1], "norm_eps": 0.5}, "model_args has norm_eps '0.5'"),
+        ("vit_base_patch16_224", SIZES | {"act_layer": "hard_swish"}, "model_args has act_layer 'hard_swish'"),
+        ("vit_base_patch16_224", SIZES | {"img_size": [16, 64]}, r"model_args has img_size '\[16, 64\]'"),
+    ],
+)
+def test_an_argument_of_timm_without_an_option_is_refused(
+    name: str, changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    timm.models.save_for_hf(make(name, **changes), str(tmp_path), model_args=changes, safe_serialization=True)
+    with pytest.raises(Problem, match=f"config.json: {sentence}"):
+        finetune_mile.load(str(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------- shards

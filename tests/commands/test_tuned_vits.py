@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "mae": (mae, "vit_base_patch16_224", {}),
     "mean": (flat, "vit_base_patch16_224", {"global_pool": "avg"}),
     "dinov2": (dinov2, "vit_base_patch14_dinov2", {}),
-    "registers": (flat, "vit_base_patch14_reg4_dinov2", {}),
+    "registers": (flat, "vit_base_patch14_reg4_dinov2", {"img_size": 40}),  # 9 positions would be two grids
     "moco-v3": (moco_v3, "vit_base_patch16_224", {}),
 }
 

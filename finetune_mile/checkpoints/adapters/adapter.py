@@ -60,6 +60,8 @@ class Adapter:
     stem_relu: bool = True
     # An export of ours: its config names the network, and its head and projection layer were trained together.
     own: bool = False
+    # The file's names are those of the network itself: its tensors stay as they are.
+    finished: bool = False
     # Nothing but the tensors of one network, so that a part of the file has no format either.
     plain: bool = False
     # False: formats that pad differently have the same names.

@@ -33,6 +33,7 @@ _ANCHORS = (
     *("net.1.blocks.0.net.0.weight", "res2.0.conv1.weight"),
 )
 _WRAPPERS = ("module", "_orig_mod", "model", "state_dict")
+TOP = "."  # the choice of a backbone without a prefix, beside others that have one
 
 
 def way(place: str, choice: str) -> str:
@@ -123,7 +124,7 @@ def short(prefix: str, prefixes: Iterable[str]) -> str:
     for part in reversed(_parts(prefix)):
         if part not in _WRAPPERS and not part.isdigit() and sum(part in parts for parts in every) == 1:
             return part
-    return prefix.rstrip("./")
+    return prefix.rstrip("./") or TOP
 
 
 def resolve(choice: str, paths: Mapping[str, Tensor]) -> str | None:

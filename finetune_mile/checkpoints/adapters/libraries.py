@@ -98,7 +98,11 @@ def _lightly(vocabulary: Vocabulary, says: str, *, without: tuple[str, ...] = ()
 
     probe = "online_classifier.classification_head"  # it has seen labels
     rename = renaming(vocabulary, trunks=("backbone.",), classifier=probe, dropped=_LIGHTLY_DROPPED)
-    return Adapter(recognise=recognise, unwrap=state_dict_of, rename=rename, method="lightly", stem_relu=stem_relu)
+    return Adapter(
+        recognise=recognise, unwrap=state_dict_of, rename=rename, method="lightly", stem_relu=stem_relu,
+        # a user brings the vision transformer, of any library and with any number of heads
+        is_certain=lambda contents: not any(".blocks." in key for key in state_dict_of(contents)),
+    )  # fmt: skip
 
 
 # 2 and 3, the ReLU and the pooling, have no tensors

@@ -41,6 +41,7 @@ OWN = Adapter(
     rename=lambda key: key,  # ours already; the network says which names there are
     method="finetune_mile",
     own=True,
+    finished=True,
     plain=True,
 )
 

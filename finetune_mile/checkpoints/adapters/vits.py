@@ -413,8 +413,9 @@ def finish(tensors: Tensors) -> Tensors:
             new[re.sub(r"attn\.q\.", "attn.qkv.", name)] = torch.cat([new.pop(part) for part in parts])
     token, positions, registers = new.get("cls_token"), new.get("pos_embed"), new.get("reg_token")
     if token is not None and positions is not None and registers is not None and positions.ndim == registers.ndim == 3:
-        tokens = positions.shape[1] - 1
-        if round(max(tokens, 0) ** 0.5) ** 2 == tokens and registers.shape[1] > 1:
+        tokens, others = positions.shape[1] - 1, registers.shape[1]
+        squares = [round(max(count, 0) ** 0.5) ** 2 == count > 0 for count in (tokens, tokens - others)]
+        if squares == [True, False] and others > 1:  # two squares: the size cannot be read, see sizes.py
             new["cls_token"], new["pos_embed"] = token + positions[:, :1], positions[:, 1:]
     if any(name.startswith("layers.0.downsample.") for name in new):
         later = r"layers\.(\d+)\.downsample\."

@@ -4,7 +4,7 @@
 the allowance, and gives plain data: tensors of torch and numpy, Python scalars, dicts and lists. `call` looks them up.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -80,6 +80,8 @@ def _rebuild_tensor(args: Args, allowance: Allowance) -> torch.Tensor:
         if dtype is None:
             raise Refused("holds a tensor of a dtype that is not known")
         count //= dtype.itemsize
+    if len(args) > 6 and isinstance(args[-1], Mapping) and any(args[-1].values()):  # signs that its storage lacks
+        raise Refused("holds a tensor that is negated or conjugated when it is read; save tensor.resolve_neg() instead")
     sides, steps = check_shape(size), check_shape(stride)
     items = prod(sides)
     last = offset + sum((side - 1) * step for side, step in zip(sides, steps, strict=True))
