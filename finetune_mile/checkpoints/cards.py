@@ -61,7 +61,7 @@ class Card(BaseModel):
         if self.urls and self.files:
             raise ValueError("either urls (one file) or files (several), not both")
         if self.urls and not self.file and not self.unpack:
-            raise ValueError("urls without file: which name does it get?")
+            raise ValueError("urls needs file, the name to save it under")
         return self
 
     def remote(self) -> tuple[RemoteFile, ...]:
@@ -99,7 +99,7 @@ def read_card(path: Path) -> Card:
     except (ValidationError, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise Problem(f"card {path.name} is not valid: {error}") from error
     if card.name != path.stem:
-        raise Problem(f"card {path.name} calls itself {card.name!r}; name and file must agree")
+        raise Problem(f"card {path.name}: name is {card.name!r}; it must be {path.stem!r}, as the file is called")
     return card
 
 
@@ -148,12 +148,14 @@ def fetch_card(card: Card) -> Path:
     own = shipped_file(card)
     if own is not None:
         if not own.is_file():
-            raise Problem(f"{own}: the file of card {card.name} is gone; bring it back, or add the card again")
+            raise Problem(
+                f"{own}: the file of card {card.name} does not exist any more; restore it, or add the card again"
+            )
         if card.sha256 and digest(own, "sha256") != card.sha256:
             advice = "install again" if card.path is None else f"`finetune-mile weights add {own} --name {card.name}`"
             raise Problem(f"{own} is not the file that card {card.name} describes; {advice}")
         return own
     if not card.remote() or card.file is None:
         why = f" ({card.notes.partition(';')[0]})" if card.notes else ""
-        raise Problem(f"card {card.name} names no file that can be fetched{why}; if you have it, use --init FILE")
+        raise Problem(f"card {card.name} has no file to fetch{why}; if you have the file, use --init FILE")
     return fetch(card.remote(), folder_of(card), file=card.file, unpack=card.unpack)

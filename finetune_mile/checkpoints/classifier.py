@@ -156,9 +156,11 @@ def load_teacher(source: Init, *, classes: tuple[str, ...], seen: Preprocess) ->
     network, own, known = load_with_head(source, "--teacher")
     size = get_head(network).out_features
     if size != len(classes):
-        raise Problem(f"--teacher {source}: it knows {size} classes, the data has {len(classes)}")
+        raise Problem(
+            f"--teacher {source}: it has {size} classes, the data has {len(classes)}; give one of the same classes"
+        )
     if known is not None and known != classes:
-        raise Problem(f"--teacher {source}: its classes have other names or another order than the data's")
+        raise Problem(f"--teacher {source}: its classes have other names or another order than in the data")
     return network if (own.mean, own.std) == (seen.mean, seen.std) else Renormalised(network, seen, own)
 
 

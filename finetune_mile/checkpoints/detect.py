@@ -243,7 +243,8 @@ def name_network(
         # A claim may add to what a file shows beside its tensors, for a file need not show it, but must keep that.
         unseen = [part for part in _UNSEEN.findall(name) if not part.startswith(":")]
         if not (_same_tensors(claim, name) or has_shapes(claim, shapes)) or not all(part in claim for part in unseen):
-            raise Problem(f"{source} holds a {name}, {who} says {claim}")
+            advice = "; leave --arch out" if who == "--arch" else ""
+            raise Problem(f"{source} holds a {name}, {who} says {claim}{advice}")
         if marks.heads and marks.heads > 0 and "heads=" not in claim and "heads=" not in (arch or ""):
             raise Problem(
                 f"{source} holds a {claim}:heads={marks.heads}, {who} says {claim}; "

@@ -179,7 +179,7 @@ def read_config(place: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _LARGEST_INDEX:
-        raise Problem(f"{path} is larger than {_LARGEST_INDEX // 2**20} MB, which no config is")
+        raise Problem(f"{path} is larger than {_LARGEST_INDEX // 2**20} MB, too large for a config")
     return _parse_config(path.read_bytes(), str(path))
 
 

@@ -63,10 +63,10 @@ class LoadReport:
     def reason(self) -> str:
         """Why this backbone was loaded and none of the others."""
         if self.picked:
-            return "loaded is the one that was picked"
+            return "the loaded one is the one that you chose"
         if self.format in NAMES_ONLY:
             return "the network itself is loaded, not a moving average of it"
-        return f"loaded is the one that {self.format}'s own evaluation uses"
+        return f"the loaded one is what {self.format}'s own evaluation uses"
 
     def to_json(self) -> dict[str, object]:
         """Counts first, then the names: the contents of init.json."""
@@ -435,9 +435,9 @@ def _check_numbers(tensors: Mapping[str, Tensor], *, source: str) -> None:
 def check_head_name(opened: Opened, keep_head: str, *, source: str) -> None:
     """Refuse a file without a linear classifier, or one that has it under another name than `keep_head`."""
     if set(opened.classifier) != LINEAR:
-        raise Problem(f"--keep-head {keep_head}: {source} holds no linear classifier")
+        raise Problem(f"--keep-head {keep_head}: {source} has no linear classifier; leave --keep-head out")
     if keep_head not in re.split(r"[./]", opened.called):
-        raise Problem(f"--keep-head {keep_head}: the classifier in {source} is called {opened.called!r}")
+        raise Problem(f"--keep-head {keep_head}: the classifier in {source} is called {opened.called!r}; use that name")
 
 
 def keep_own_head(opened: Opened) -> Opened:
@@ -455,7 +455,9 @@ def _keep_classifier(opened: Opened, keep_head: str, *, source: str) -> LoadRepo
     for name, parameter in head.named_parameters():
         have, need = tuple(classifier[f"fc.{name}"].shape), tuple(parameter.shape)
         if have != need:
-            raise Problem(f"--keep-head {keep_head}: the classifier is {have}, this task needs {need}")
+            raise Problem(
+                f"--keep-head {keep_head}: the classifier is {have}, this task needs {need}; leave --keep-head out"
+            )
     _check_numbers(classifier, source=source)
     with torch.no_grad():
         for name, parameter in head.named_parameters():

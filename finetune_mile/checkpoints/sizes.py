@@ -64,7 +64,7 @@ def _embedding(shapes: Shapes, dim: int, source: str) -> dict[str, object]:
     if "patch_embed.proj.0.weight" in shapes:
         found["stem"] = "conv"
     if len(patch) != 4 or patch[1] != 3 or patch[2] != patch[3]:
-        raise Problem(f"{source}: patches {patch} are not square RGB patches, which are needed; use --arch timm:NAME")
+        raise Problem(f"{source}: expected square RGB patches, found {patch}; use --arch timm:NAME")
     positions = shapes.get("pos_embed", ())
     if len(positions) != 3:
         raise Problem(f"{source}: pos_embed is missing; a vision transformer without it needs --arch timm:NAME")
@@ -224,9 +224,9 @@ def merge_claim(claim: str, found: Mapping[str, str], *, source: str, shapes: Sh
     width = shapes.get("blocks.0.norm1.weight", (0,))[0]
     real = SIZES.get(width, (f"of width {width}",))[0]
     if not width:
-        raise Problem(f"{source} holds no vision transformer, --arch says {claim}")
+        raise Problem(f"{source} holds no vision transformer, --arch says {claim}; leave --arch out")
     if size and real != size:
-        raise Problem(f"{source} holds a vision transformer {real}, --arch says {claim}")
+        raise Problem(f"{source} holds a vision transformer {real}, --arch says {claim}; leave --arch out")
     unknown = options.keys() - {"heads", "act", "eps", "resize", "pool"}
     if unknown:
         raise Problem(f"--arch {claim}: {min(unknown)} is read from the file; leave it out")

@@ -27,7 +27,7 @@ def open_timm(name: str, arch: str | None) -> tuple[nn.Module, Card]:
 
     base = name.split(".")[0]
     if arch is not None and arch.removeprefix("timm:").split(".")[0] != base:
-        raise Problem(f"--init timm:{name} is a {name}, --arch says {arch}")
+        raise Problem(f"--init timm:{name} is a {name}, --arch says {arch}; leave --arch out")
     build(f"timm:{base}")  # an unknown name is answered with the nearest ones
     try:
         network: nn.Module = timm.create_model(name, pretrained=True, num_classes=0)

@@ -17,12 +17,12 @@ SAME = {"--lr": "--learning-rate", "--size": "--image-size", "--patience": "--ea
 _WHOLE = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
-FORMAT = "whose file --init is, where the file does not show it: solo-learn, byol-convert, ..."  # help of --format
+FORMAT = "the code that wrote the file, where it does not show it: solo-learn, byol-convert, ..."  # help of --format
 # Settings of the recipe, by group: the flag with a word for its value, and its help.
 FLAGS = {
     "what to train": {
         "--recipe FILE": "a recipe file, or its name below recipes/",
-        "--init": "card name, file, directory, timm:NAME, or none (from scratch)",
+        "--init": "card, file, directory, timm:NAME, none (from scratch)",
         "--data": "demo, folder:DIR, imagenet:DIR, hf:NAME_OR_DIR, csv:FILE, wds:DIR, webvision:DIR, celeba:DIR, "
         "multi-mnist:DIR, mosaic:DIR, colored-mnist:DIR, colored-mnist+:DIR; a bare directory is folder:",
         "--fraction": "share of the labels to use, such as 0.01 or 1%%",
@@ -33,7 +33,7 @@ FLAGS = {
         "--size": "image side in pixels (default: as the checkpoint says)",
         "--arch": "network, such as resnet50, resnet50-sk, timm:NAME",
         "--format": FORMAT,
-        "--semi": "none | all | unlabelled: images that imitation draws from",
+        "--semi": "none | all | unlabelled: images for imitation",
         "--unlabelled DIR": "more images for --semi: a folder of photos, or any --data; labels are ignored",
         "--teacher": "for distill: a run folder or a checkpoint file",
         "--trunk": "all | frozen (features once, only a classifier learns) | norm-only | last:N blocks",
@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
             raise Problem(*self.strangers(rest))
         if hasattr(options, "init") and getattr(options, "format", None) is not None:
             if options.init is None:
-                raise Problem(f"--format {options.format} says whose file --init is; give --init FILE too")
+                raise Problem(f"--format {options.format} describes the file of --init; give --init FILE too")
             # a part of what is loaded, and kept with it
             mark = f"::format={options.format}"
             several = isinstance(options.init, list)
@@ -163,14 +163,14 @@ def build_parser(*, brief: bool = False) -> Parser:
             hidden = brief and flag in RARE
             group.add_argument(*names, metavar=metavar or None, help=argparse.SUPPRESS if hidden else text)
     group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
-                       help="any other setting of the recipe, such as optimizer.momentum=0.8")  # fmt: skip
+                       help="any other setting, such as optimizer.momentum=0.8")  # fmt: skip
     group.add_argument("--seeds", type=int, metavar="N", help="run this many seeds and print mean and spread")
     where = parser.add_argument_group("where")
     where.add_argument("--out", type=Path, help="run folder (default: runs/<recipe>-<number>)")
     where.add_argument("--overwrite", action="store_true", help="replace a run that is in --out")
     where.add_argument("--resume", type=resumed, metavar="DIR|auto", help=RESUME)
     where.add_argument("--explain", action="store_true", help="print what would be done, and stop")
-    where.add_argument("--json", action="store_true", help="with --explain: every setting and who set it, for scripts")
+    where.add_argument("--json", action="store_true", help="with --explain: settings and who set them, as JSON")
     return parser
 
 

@@ -45,7 +45,7 @@ def _four(value: object) -> object:
 
 def _known_trunk(text: str) -> str:
     if not re.fullmatch(r"all|frozen|norm-only|last:[0-9]{1,4}", text):
-        raise ValueError(f"{text[:40]!r} is none of all, frozen, norm-only, last:N (the last N blocks learn)")
+        raise ValueError(f"{text[:40]!r} is not one of all, frozen, norm-only, last:N (the last N blocks learn)")
     return text
 
 
@@ -339,6 +339,11 @@ class Recipe(Section):
     def labels_once_per_cycle(self) -> bool:
         """Are pseudo-labels made once per generation on the plain images, instead of per batch?"""
         return getattr(self.block, "pseudo_labels", "batch") == "cycle"
+
+    @property
+    def new_head(self) -> bool:
+        """Does the classifier start untrained, with outputs at the prior 1/C?"""
+        return self.head_init == "random" and self.keep_head is None
 
     @property
     def rho(self) -> float | None:

@@ -204,7 +204,7 @@ def _walk(root: Path, flag: str) -> tuple[Scan, dict[str, int]]:
         here = todo.pop()
         folder = os.path.join(root, here)  # noqa: PTH118  strings: a million Paths would cost
         if here.count("/") > DEEPEST:
-            raise Problem(f"{flag}: folders inside each other without end at {here[:80]}; remove the link")
+            raise Problem(f"{flag}: folders contain each other in a circle at {here[:80]}; remove the link")
         before = len(images) + len(todo)
         try:
             stamp[here] = os.stat(folder).st_mtime_ns  # noqa: PTH116
@@ -308,7 +308,7 @@ class TarFiles:
         except OSError as error:
             raise BadImage(f"cannot be read: {error.strerror}") from error
         if len(data) < size:
-            raise BadImage(f"{self.paths[which]} ends before it")
+            raise BadImage(f"{self.paths[which]} is cut off before its end")
         return data
 
     def __getstate__(self) -> dict[str, object]:

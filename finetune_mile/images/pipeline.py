@@ -421,8 +421,8 @@ def _report_bad(views: Views, loaded: Iterator[tuple[Batch, dict[int, str]]]) ->
             first = next(iter(bad))
             if NOTHING in bad:
                 raise Problem(
-                    f"--data: none of {STAND_INS} images in a row can be read; the first, {views.images.ids[first]}, "
-                    f"says: {bad[first]}"
+                    f"--data: none of {STAND_INS} images in a row can be read; the first is "
+                    f"{views.images.ids[first]} ({bad[first]})"
                 )
             if views.on_bad is not None:
                 views.on_bad(bad)

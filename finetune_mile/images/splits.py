@@ -337,7 +337,7 @@ def read_list(path: Path) -> list[str]:
         try:
             names = [str(name) for name in json.loads(text)["ids"]]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Problem(f"{flag}: is not the split.json of a run (it has no list `ids`)") from error
+            raise Problem(f"{flag}: not the split.json of a run (it has no list `ids`)") from error
     else:
         names = [line.strip() for line in text.splitlines() if line.strip()]
     if not names:
@@ -363,7 +363,7 @@ def fetch_list(card: SplitCard) -> list[str]:
     names = text.decode("utf-8").split()
     if hashlib.sha256(text).hexdigest() != card.sha256 or len(names) != card.count:
         raise Problem(
-            f"{place} is not the published list {card.name} (its sha256 differs); delete it, it is fetched again"
+            f"{place} is not the published list {card.name} (its sha256 differs); delete it, and it is fetched again"
         )
     return names
 

@@ -54,7 +54,7 @@ def _members(stream: IO[bytes], path: Path, limit: int, nested: bool) -> Iterato
                 if info.isfile() and nested:
                     folder, dot, ending = name.rpartition(".")
                     if not dot or ending != "tar":
-                        raise Problem(f"{path}: {name} in it is not a tar of one class; is it the file as distributed?")
+                        raise Problem(f"{path}: {name} in it is not a tar of one class; use the file as distributed")
                     stream.seek(info.offset_data)
                     for file, offset, size in _members(stream, path, end, nested=False):
                         yield f"{folder}/{file}", offset, size

@@ -54,7 +54,7 @@ def with_real(data: Data, *, required: bool) -> Data:
     keys = [VAL_NAME.search(name) for name in data.val.ids]
     if max(columns) < 0 or not keys or any(key is None or key[0] not in sets for key in keys):
         if required:
-            raise Problem("truth real: is for ImageNet's validation images, named ILSVRC2012_val_00000001.JPEG")
+            raise Problem("truth real: expected ImageNet's validation images, named ILSVRC2012_val_00000001.JPEG")
         return data
     truth = np.zeros((len(keys), len(data.classes)), dtype=bool)
     pairs = [(i, columns[c]) for i, key in enumerate(keys) if key for c in sets[key[0]] if columns[c] >= 0]
@@ -69,7 +69,7 @@ def _from_csv(data: Data, spec: str, path: Path) -> Data:
     sets = [split_labels(row["labels"]) for row in rows]
     unknown = sorted({name for names in sets for name in names} - set(data.classes))
     if unknown:
-        raise Problem(f"truth {spec}: {len(unknown)} labels are no class of the data: {', '.join(unknown[:5])}")
+        raise Problem(f"truth {spec}: {len(unknown)} labels are not classes of the data: {', '.join(unknown[:5])}")
     return _joined(data, spec, [row["file"] for row in rows], multi_hot(sets, data.classes) > 0)
 
 
@@ -111,5 +111,5 @@ def _joined(data: Data, spec: str, files: Sequence[str], sets: Sets) -> Data:
 
 def _filled(data: Data, truth: Sets) -> Data:
     if not truth.any():
-        raise Problem("truth: none of the validation images has a label set; do the file names belong to this data?")
+        raise Problem("truth: none of the validation images has a label set; its file names must be those of the data")
     return dataclasses.replace(data, val=dataclasses.replace(data.val, truth=torch.from_numpy(truth)))

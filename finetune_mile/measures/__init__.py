@@ -5,7 +5,7 @@ from collections.abc import Mapping
 # The measures that a reader looks for first: key in results.json, meaning, unit.
 CLOSING = (
     ("accuracy", "top-1 on the given label", "%"),
-    ("balanced_accuracy", "the same as a mean over classes", "%"),
+    ("balanced_accuracy", "mean of the accuracies of the classes", "%"),
     ("probe_accuracy", "to beat: a linear probe of the checkpoint's features", "%"),
     ("knn_accuracy", "to beat: the 20 nearest labelled images by these features", "%"),
     ("digit_accuracy", "top-1 among the digit classes", "%"),
@@ -16,7 +16,7 @@ CLOSING = (
     ("f1@best", "F1 at its own best threshold", "%"),
     ("trivial_f1", "F1 of the best constant prediction", "%"),
     ("lrap", "label ranking average precision", "%"),
-    ("coverage@0.25", "labels per image at 0.25", ""),
+    ("coverage@0.25", "labels per image above 0.25", ""),
 )
 
 
@@ -30,8 +30,15 @@ def closing_rows(results: Mapping[str, float]) -> list[tuple[str, str, str, str]
     ]
 
 
-def say_images(results: Mapping[str, float], *, trial: bool) -> list[str]:
-    """Which images the numbers of a run are of, and what the run knew of them."""
+def say_images(results: Mapping[str, float], *, trial: bool, share: float, step: int) -> list[str]:
+    """Which images and weights the numbers of a run are of, and what the run knew of these images.
+
+    Args:
+        results: of results.json.
+        trial: did a trial decide on the share?
+        share: how far the weights went from the first ones (0) to those of `step` (1).
+        step: that training ended with, or that `patience` chose.
+    """
     sentences = [f"Scores are of {int(results['images']):,} validation images, which were evaluated during the run."]
     if "test_images" in results:
         sentences.append(
@@ -43,6 +50,12 @@ def say_images(results: Mapping[str, float], *, trial: bool) -> list[str]:
             f"--patience: training ended after {int(results['last_step']):,} steps, and the weights of step "
             f"{int(results['chosen_step']):,} were chosen by these validation images, so their scores are a little too "
             "good."
+        )
+    if share < 1:
+        between = f"halfway between the first ones (before fine-tuning) and those of step {step:,}"
+        sentences.append(
+            f"The scored weights are {between if share else 'the first ones (before fine-tuning)'}. metrics.jsonl has "
+            f"the scores of step {step:,} itself."
         )
     if trial:
         sentences.append(

@@ -1,4 +1,4 @@
-"""Warnings about a run: its pseudo-labels collapse, its loss rises, it learned nothing. Each says what to try."""
+"""Warnings in a run: its pseudo-labels collapse, its loss rises. Each says what to try."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from finetune_mile.learning.phases import Phase
-from finetune_mile.measures.intervals import wilson
 
 HeadBias = Literal["zero", "prior"]
 MANY_EMPTY = 0.5  # share of empty sets
@@ -17,7 +16,6 @@ MANY_LABELS = 0.5  # share of all classes that an average image gets
 LOW_RECALL = 0.5  # of the given label, among the pseudo-labels
 HIGH_CHURN = 0.8
 RISE = 3.0  # times the start: training diverges
-FEW_IMAGES = 200  # an interval of 14 points or more
 STEPS = 10  # that the loss must stay there; also the steps that make the start
 RATES = "the learning rate of the network or of its head is too high"
 
@@ -50,12 +48,14 @@ def inspect_labels(targets: Tensor, given: Tensor, before: Tensor | None) -> tup
     return report, labels
 
 
-def guard(report: LabelReport, num_classes: int, previous: LabelReport | None) -> list[str]:
+def guard(report: LabelReport, num_classes: int, previous: LabelReport | None, *, new_head: bool) -> list[str]:
+    """Sentences about pseudo-labels; `new_head`: the first teacher's classifier started untrained."""
     warnings = []
     if report.empty_share > MANY_EMPTY:
+        advice = "lower rho" + (", or give the first teacher a longer warm-up" if new_head else "")
         warnings.append(
-            f"{report.empty_share:.0%} of the images get no pseudo-label: the teacher is not sure of anything yet; "
-            "lower rho, or give the first teacher a longer warm-up"
+            f"{report.empty_share:.0%} of the images get no pseudo-label: none of the teacher's outputs is above rho; "
+            f"{advice}"
         )
     if report.labels_per_image > MANY_LABELS * num_classes:
         warnings.append(
@@ -67,9 +67,10 @@ def guard(report: LabelReport, num_classes: int, previous: LabelReport | None) -
             "generation: raise rho or k_t if this continues"
         )
     if report.empty_share <= MANY_EMPTY and report.given_recall < LOW_RECALL:
+        advice = "the first teacher may be untrained (raise the warm-up)" if new_head else "raise k_t"
         warnings.append(
-            f"only {report.given_recall:.0%} of the given labels are among the pseudo-labels: the first teacher may be "
-            "untrained (raise the warm-up), or set union: true"
+            f"only {report.given_recall:.0%} of the given labels are among the pseudo-labels: {advice}, or set "
+            "union: true"
         )
     if report.churn is not None and report.churn > HIGH_CHURN:
         warnings.append(f"{report.churn:.0%} of the pseudo-labels changed since the last generation: raise k_t")
@@ -140,48 +141,3 @@ class LossAlarm:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         for key, value in saved.items():
             setattr(self, key, value)
-
-
-def worse_than_probe(results: Mapping[str, float]) -> str | None:
-    """A sentence if the accuracy is below that of a linear probe of the checkpoint, beyond chance."""
-    if not {"accuracy", "probe_accuracy"} <= results.keys():
-        return None
-    accuracy, probe = results["accuracy"], results["probe_accuracy"]
-    images = int(results.get("images_with_label", results["images"]))
-    if 100 * wilson(accuracy / 100, images)[1] >= probe:
-        return None
-    return (
-        f"Fine-tuning made this model worse: accuracy {accuracy:.1f} %, and the linear probe of its checkpoint has "
-        f"{probe:.1f} %. Use --keep best, or fewer --steps; if the images must not be mirrored or cropped (digits, "
-        "text), set augment.flip=false and augment.crop=none."
-    )
-
-
-def learned_nothing(results: Mapping[str, float], *, steps: int, data: str, advice: str) -> str | None:
-    """A sentence if the accuracy is that of guessing, or less than a constant answer has; None if it is better.
-
-    Args:
-        results: of results.json.
-        steps: of the run.
-        data: --data, for the advice.
-        advice: the flags that lower the learning rates.
-    """
-    if not {"accuracy", "chance_accuracy", "majority_accuracy"} <= results.keys():
-        return None
-    accuracy, chance, majority = (results[key] for key in ("accuracy", "chance_accuracy", "majority_accuracy"))
-    images = int(results.get("images_with_label", results["images"]))
-    low, high = (100 * edge for edge in wilson(accuracy / 100, images))
-    few = ""
-    if low <= chance <= high:
-        why = f"no better than guessing ({chance:.1f} %; 95 % interval of the accuracy {low:.1f} to {high:.1f})"
-        few = f"{images:,} validation images are too few to tell, " if images < FEW_IMAGES else ""
-    elif accuracy < majority:
-        why = f"less than always answering the most frequent class ({majority:.1f} %)"
-    else:
-        return None
-    return (
-        f"This model learned nothing useful: accuracy {accuracy:.1f} % on {images:,} validation images is {why}. "
-        f"Likely causes: {few}{RATES} (try {advice}), {steps:,} steps are too few (raise --steps or --epochs), "
-        f"the checkpoint or the image size does not suit the images (--init, --size), or the labels are wrong "
-        f"(finetune-mile doctor --data {data})."
-    )

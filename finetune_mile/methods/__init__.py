@@ -10,7 +10,8 @@ To add a method, write a module with `phases` and add its line to METHODS; every
     GUARDED         False: the monitor does not judge its pseudo-labels, the method does
     settings        (recipe) -> what the functions below get as block; default: its block
     check           (block, recipe) -> sentences about settings that do not go together
-    warnings        (block, budget, generations, num_classes) -> sentences about what is likely not intended
+    warnings        (block, budget, generations, num_classes, new_head) -> sentences about what is likely not intended;
+                    new_head: the classifier starts untrained
     phases          (block, budget) -> the phases of a run
     targets         (phase, teacher_logits (B, C)) -> labels (B, C) of an imitation; default: phase.values.labels(...);
                     given labels are changed in `loss` (wan.py)
@@ -118,7 +119,7 @@ class Method:
     guarded: bool
     activation: Callable[[Any], Activation]
     check: Callable[[Any, Any], list[str]]
-    warnings: Callable[[Any, Budget, int, int], list[str]]
+    warnings: Callable[[Any, Budget, int, int, bool], list[str]]
     settings: Callable[[Any], Any]
     phases: Callable[[Any, Budget], list[Phase]]
     targets: Callable[[Phase, Tensor], Tensor]

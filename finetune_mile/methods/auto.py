@@ -95,9 +95,9 @@ def phases(block: Settings, budget: Budget) -> list[Phase]:
     return mile.in_turn(block.mile, budget, {"given": False, "values": rule, "union": True})
 
 
-def warnings(block: Settings, budget: Budget, generations: int, num_classes: int) -> list[str]:
+def warnings(block: Settings, budget: Budget, generations: int, num_classes: int, new_head: bool) -> list[str]:
     """MILe's, for its schedule."""
-    return mile.warnings(block.mile.model_copy(update={"rho": "auto"}), budget, generations, num_classes)
+    return mile.warnings(block.mile.model_copy(update={"rho": "auto"}), budget, generations, num_classes, new_head)
 
 
 def targets(phase: Phase, teacher_logits: Tensor) -> Tensor:

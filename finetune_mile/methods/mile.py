@@ -136,13 +136,15 @@ def in_turn(block: Block, budget: Budget, imitation: dict[str, Any]) -> list[Pha
     return run
 
 
-def warnings(block: Block, budget: Budget, generations: int, num_classes: int) -> list[str]:
+def warnings(block: Block, budget: Budget, generations: int, num_classes: int, new_head: bool) -> list[str]:
     """What is likely not intended."""
     sentences = []
     k_t, k_s, warmup = (budget.steps(amount) for amount in (block.k_t, block.k_s, block.warmup))
     epochs = k_t / budget.steps_per_epoch
     if epochs > LONG_PHASE_EPOCHS:
-        sentences.append(f"k_t is {epochs:.0f} epochs of your labelled images")
+        sentences.append(
+            f"k_t is {epochs:.0f} epochs of your labelled images: the teacher may memorise their labels; lower --k-t"
+        )
     if k_s > k_t:
         sentences.append(f"k_s ({k_s}) is larger than k_t ({k_t}); the paper asks for k_s <= k_t")
     if warmup > budget.total_steps / 2:
@@ -150,7 +152,7 @@ def warnings(block: Block, budget: Budget, generations: int, num_classes: int) -
     if generations == 1:
         sentences.append("the budget is enough for one generation only; raise --steps, or lower k_t and k_s")
     prior = 1 / num_classes
-    if isinstance(block.rho, float) and block.rho <= 2 * prior:
+    if new_head and isinstance(block.rho, float) and block.rho <= 2 * prior:
         random = "there is no warm-up, so the first teacher's labels are random: set mile.warmup or raise --rho"
         rest = random if warmup == 0 else "keep the warm-up"
         sentences.append(f"rho {block.rho:g} is near the prior 1/C = {prior:g}; {rest}")

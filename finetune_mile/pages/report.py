@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from finetune_mile.training.setup import Setup
 
 INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
-GALLERY = 18
+GALLERY, MOST_FOUND = 18, 6  # images, and labels of each
 CLASS_COLUMNS = {  # of per_class.csv, in the table of classes
     "given": "images", "accuracy": "accuracy, %", "taken_for": "most often taken for", "true": "images with it",
     "precision@0.25": "precision at 0.25, %", "recall@0.25": "recall, %", "f1@0.25": "F1, %",
@@ -55,7 +55,7 @@ def data_url(png: bytes) -> str:
 
 def write_report(
     setup: Setup, shown: Tensor, folder: RunFolder, results: dict[str, float], tables: dict[str, dict[str, Tensor]],
-    notes: list[str], warning: str | None,
+    notes: list[str], warning: str | None, threshold: float,
 ) -> None:  # fmt: skip
     """Write report.html into the run folder.
 
@@ -67,6 +67,7 @@ def write_report(
         tables: file name to the columns (C,) of per_class.csv.
         notes: sentences about the results.
         warning: a sentence for the top of the page.
+        threshold: least probability of a label beside the best one.
     """
     unread = [say_skipped(int(results["bad_images"]), Path("bad_images.csv"))] if results.get("bad_images") else []
     unread += [say_unreadable(setup.data.unreadable)] if setup.data.unreadable else []
@@ -84,7 +85,8 @@ def write_report(
         notes=[*notes, *unread],
         plots={name: embed(figure) for name, figure in plots.items() if figure is not None},
         verdicts=[r for r in records if r["kind"] == "gate"],
-        gallery=gallery(setup, shown),
+        gallery=gallery(setup, shown, threshold),
+        threshold=f"{threshold:g}",
         has_truth=setup.data.val.truth is not None,
         settings=to_yaml(setup.recipe),
         info=folder.info,
@@ -201,8 +203,14 @@ def gallery_images(setup: Setup) -> Tensor:
     return pick_probe(len(setup.data.val), GALLERY)
 
 
-def gallery(setup: Setup, logits: Tensor) -> list[dict[str, object]]:
-    """Validation images with the given label, the labels found, and the true ones where known; logits (n, C)."""
+def gallery(setup: Setup, logits: Tensor, threshold: float) -> list[dict[str, object]]:
+    """Validation images with the given label, the labels found, and the true ones where known.
+
+    Args:
+        setup: of the run.
+        logits: (n, C) on the `gallery_images`.
+        threshold: least probability of a label; below it the best one is shown, in parentheses.
+    """
     from finetune_mile.images.pipeline import centre_view
 
     val, classes, picked = setup.data.val, setup.data.classes, gallery_images(setup)
@@ -212,10 +220,12 @@ def gallery(setup: Setup, logits: Tensor) -> list[dict[str, object]]:
         if bool(row.isnan().all()):
             continue  # an image that cannot be read
         truth = None if val.truth is None else set(val.truth[index].nonzero().flatten().tolist())
-        best = [c for c in row.argsort(descending=True).tolist() if row[c] > 0.25][:6]
+        best = row.argsort(descending=True)[: min(max(int((row > threshold).sum()), 1), MOST_FOUND)].tolist()
         predicted = [
-            {"name": classes[c], "p": f"{row[c]:.2f}", "right": None if truth is None else c in truth} for c in best
-        ]
+            {"text": f"{classes[c]} {row[c]:.2f}" if row[c] > threshold else f"({classes[c]} {row[c]:.2f})",
+             "right": None if truth is None else c in truth}
+            for c in best
+        ]  # fmt: skip
         given = val.given[index]
         names = [classes[int(given)]] if given.ndim == 0 else [classes[c] for c in given.nonzero().flatten().tolist()]
         missed = [] if truth is None else [classes[c] for c in sorted(truth - set(best))]
@@ -238,8 +248,8 @@ def gallery_figure(items: list[dict[str, Any]]) -> Figure | None:
         axis = figure.add_subplot(rows, columns, place)
         axis.imshow(np.asarray(Image.open(io.BytesIO(base64.b64decode(item["picture"].partition(",")[2])))))
         axis.axis("off")
-        found = ", ".join(f"{label['name']} {label['p']}" for label in item["found"][:2])
-        axis.set_title(f"given {item['given']}\nfound {found or 'nothing'}", fontsize=7, parse_math=False)
+        found = ", ".join(label["text"] for label in item["found"][:2])
+        axis.set_title(f"given {item['given']}\nfound {found}", fontsize=7, parse_math=False)
     return figure
 
 

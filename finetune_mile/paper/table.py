@@ -9,15 +9,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from finetune_mile.config.flags import Parser
 from finetune_mile.config.resolve import set_settings
 from finetune_mile.core.cores import usable_cores
 from finetune_mile.core.files import locked
 from finetune_mile.core.problems import Problem
-from finetune_mile.paper.tables.description import find_table, quick_table, read_table, shipped_tables
-from finetune_mile.paper.tables.running import Command, command_for, run_with_progress
+from finetune_mile.paper.tables.description import EXTRA, find_table, quick_table, read_table, shipped_tables
 from finetune_mile.paper.tables.runs import (
     LAUNCH,
     Job,
@@ -31,7 +30,9 @@ from finetune_mile.paper.tables.runs import (
     yaml_value,
 )
 from finetune_mile.paper.tables.upstream import Verdict, compare
-from finetune_mile.paper.tables.writing import EXTRA, write_extra, write_ledger
+
+if TYPE_CHECKING:
+    from finetune_mile.paper.tables.running import Command
 
 EPILOG = """examples:
   finetune-mile table ssl --dry-run                        every cell: state, command, settings and their sources
@@ -54,7 +55,7 @@ def build_parser() -> Parser:
     parser.add_argument("--quick", action="store_true", help="the short form that the description names")
     parser.add_argument("--runs", type=Path, metavar="DIR", help="run folders (default: as the description says)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the ledger's folder (default: docs/tables/NAME)")
-    at_once = "runs at the same time (default: one a core, one thread each; one with a GPU or --launch)"
+    at_once = "runs at the same time (default: one per core, one thread each; one with a GPU or --launch)"
     parser.add_argument("--jobs", type=int, metavar="N", help=at_once)
     parser.add_argument("--only", action="append", default=[], metavar="BLOCK[/ROW]", help="run these; may be repeated")
     parser.add_argument("--seeds", metavar="0,1", help="run these seeds only")
@@ -80,7 +81,12 @@ def main(argv: list[str]) -> int:
         return 0
     if options.name is None:
         names = ", ".join(each.stem for each in shipped_tables())
-        raise Problem(f"which table? Name one of {names} (`finetune-mile table --list` has their titles)")
+        raise Problem(
+            f"the name of a table is missing; give one of {names} (`finetune-mile table --list` has their titles)"
+        )
+    from finetune_mile.paper.tables.running import command_for  # here: --help must not wait for rich
+    from finetune_mile.paper.tables.writing import write_extra, write_ledger
+
     path = find_table(options.name)
     table = read_table(path)
     if options.quick:
@@ -143,6 +149,8 @@ def seeds_of(text: str | None) -> list[int] | None:
 
 def run(jobs: Sequence[Job], commands: Sequence[Command], runs: Path, parallel: int | None) -> int:
     import torch
+
+    from finetune_mile.paper.tables.running import run_with_progress
 
     cores = usable_cores()
     if parallel is not None and parallel < 1:

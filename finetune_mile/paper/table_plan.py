@@ -102,7 +102,7 @@ def _network_of_need(state: RunState, by_key: Mapping[RunKey, RunState], field: 
 
 def in_words(price: Estimate | str) -> str:
     """A price for a ledger: `about 3.1 h a run`."""
-    return f"no price: {price}" if isinstance(price, str) else f"about {duration(float(price.seconds[1]))} a run"
+    return f"no price: {price}" if isinstance(price, str) else f"about {duration(float(price.seconds[1]))} per run"
 
 
 # ------------------------------------------------------------------------------------ printing

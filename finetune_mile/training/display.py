@@ -21,12 +21,12 @@ class Display:
         """A bar over the steps, with the generation, or the epoch where `steps_per_epoch` is given."""
         self.console = Console(stderr=True, quiet=not visible)
         self.total, self.steps_per_epoch = total_steps, steps_per_epoch
-        unit = "generation" if steps_per_epoch is None else "epoch"
+        self.unit = "generation" if steps_per_epoch is None else "epoch"
         self._bar: Progress | None = None
         self._labels: TaskID | None = None
         if self.console.is_terminal and visible:
             self._bar = Progress(
-                TextColumn("[bold]{task.fields[phase]:<11}"), TextColumn(f"{unit} {{task.fields[generation]}}"),
+                TextColumn("[bold]{task.fields[phase]:<11}"), TextColumn(f"{self.unit} {{task.fields[generation]}}"),
                 BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]:,.0f} images/s"),
                 TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn(), console=self.console,
             )  # fmt: skip
@@ -70,7 +70,7 @@ class Display:
             self._last = time.monotonic()
             pace = (self._last - self._began) / max(step - self._first, 1)
             self.say(
-                f"step {step}/{self.total}  {phase} {generation}  {speed:,.0f} images/s  loss {shown}  "
+                f"step {step}/{self.total}  {phase}, {self.unit} {generation}  {speed:,.0f} images/s  loss {shown}  "
                 f"{pace * (self.total - step):.0f} s left"
             )
 

@@ -41,10 +41,19 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
         steps = trace(plan.phases)
         out.print(f"trace   {_runs(steps[:400])}{' ...' if len(steps) > 400 else ''}")
     out.print(f"recipe  {resolved.path.name} ({resolved.why})")
+    new = f" ({', '.join(report.reset)})" if 0 < len(report.reset) < 3 else ""
     out.print(
-        f"init    {setup.card.name}: {report.arch}, {report.format} ({report.why}); "
-        f"{len(report.loaded)} tensors loaded, {len(report.reset)} new, {len(report.dropped)} ignored"
+        f"init    {setup.card.name}: {report.arch}, format {report.format} ({report.why}); "
+        f"{len(report.loaded)} tensors loaded, {len(report.reset)} new{new}, "
+        f"{len(report.dropped)} ignored"
     )
+    if recipe.data.partition(":")[0] != "demo" and setup.card.name == "simclr-demo":
+        weights = sum(p.numel() for p in setup.network.parameters())
+        out.print(
+            f"warning: --init {setup.card.name} is tiny ({weights:,} parameters) and has seen {setup.card.data} only. "
+            "Use --init FILE, or a name from `finetune-mile weights ls`, for more accuracy.",
+            style="yellow", markup=False,
+        )  # fmt: skip
     if report.assumed:
         out.print(f"        assumed: {'; '.join(report.assumed)}", markup=False)
     if report.others:
@@ -74,35 +83,53 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
         way = "on features that are computed once, without augmentation" if recipe.trunk == "frozen" else "on images"
         out.print(f"trunk   {recipe.trunk}: {learning:,} parameters learn, {way}")
     if recipe.head_init == "probe":
-        rate = f", the rate of each tensor is {recipe.optimizer.lr:g} of its size"
+        rate = f", the learning rate of each tensor is {recipe.optimizer.lr:g} of its size"
         out.print(
             "start   the classifier is a linear probe of the labelled images"
             f"{', batch norm is frozen' if recipe.batch_norm == 'frozen' else ''}"
             f"{rate if recipe.optimizer.name == 'relative' else ''}"
             f"{how_far(recipe, labelled)}"
         )
-    share = recipe.batch_size // (world * int(recipe.accumulate))
+    share, threads = recipe.batch_size // (world * int(recipe.accumulate)), _threads()
     out.print(
-        f"method  {recipe.method} ({recipe.variant} variant): {plan.total_steps:,} steps = "
+        f"method  {recipe.method}{variant_of(recipe)}: {plan.total_steps:,} steps = "
         f"{plan.total_steps / plan.steps_per_epoch:.1f} epochs in {len(plan.phases)} phase"
         f"{'s' if len(plan.phases) > 1 else ''}, "
-        f"{steps_of(plan, 'interaction'):,} on given labels, {steps_of(plan, 'imitation'):,} on the teacher's"
+        f"{steps_of(plan, 'interaction'):,} on given labels (interaction), "
+        f"{steps_of(plan, 'imitation'):,} on the teacher's (imitation)"
     )
     out.print(
-        f"batch   {recipe.batch_size} = {world} process{'es' if world > 1 else ''} x {recipe.accumulate} x {share}, "
-        f"on {setup.accelerator.device} with {_threads()} threads, precision {recipe.precision}"
+        f"batch   {recipe.batch_size} images = {world} process{'es' if world > 1 else ''} x {recipe.accumulate} "
+        f"part{'s' if recipe.accumulate != 1 else ''} x {share} images, on {setup.accelerator.device} with "
+        f"{threads} thread{'s' if threads > 1 else ''}, precision {recipe.precision}"
     )
     on, off = ([name for name in SWITCHES if getattr(recipe, name) is value] for value in (True, False))
     if full or on:
         out.print(f"speed   on: {', '.join(on) or 'nothing'}; off: {', '.join(off) or 'nothing'} (docs/gpus.md)")
 
 
+def variant_of(recipe: Recipe) -> str:
+    """Whose reading of its method a run follows, and which settings of that are others; empty where there is one."""
+    fields = recipe.rules.variants.get(recipe.variant)
+    if fields is None:
+        return ""
+    own = [
+        f"{key}: {str(value).lower()}"
+        for key, expected in fields.items()
+        if (value := getattr(recipe.block, key)) != expected
+    ]
+    return f" ({recipe.variant} variant{', except ' + ', '.join(own) if own else ''})"
+
+
 def how_far(recipe: Recipe, labelled: int) -> str:
     """What decides how far the weights of a run with so many labels go; empty where they go all the way."""
     if has_trial(recipe, labelled):
-        return ", a trial decides how far the weights go"
+        return ", a trial decides how far the weights go from the first to the last ones"
     if recipe.keep == "best" and labelled <= MOST_LABELS:
-        return f", {labelled:,} labels are too few for a trial, so the weights go half of the way"
+        return (
+            f", {labelled:,} labels are too few for a trial: the result is halfway between the first and the last "
+            "weights"
+        )
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from finetune_mile.core.in_memory import SCHEME
 from finetune_mile.images.index import say_skipped
 from finetune_mile.images.splits import label_names
 from finetune_mile.measures import CLOSING, say_images
-from finetune_mile.measures.guards import learned_nothing, lower_rates, worse_than_probe
+from finetune_mile.measures.guards import RATES, lower_rates
+from finetune_mile.measures.intervals import wilson
 from finetune_mile.measures.metrics import TAKEN_FOR
 from finetune_mile.measures.predictions import PER_CLASS, write_per_class
 from finetune_mile.networks.vits import exported_arch
@@ -35,12 +37,22 @@ from finetune_mile.pages.report import (
 from finetune_mile.training.display import closing_table
 from finetune_mile.training.folder import START, TRIAL, RunFolder
 from finetune_mile.training.setup import Setup
+from finetune_mile.training.start import MOST_PROBE_IMAGES
 
 LABEL_BATCH = 65536  # rows written at once
+FEW_IMAGES = 200  # an interval of 14 points or more
 
 
-def finish(setup: Setup, learner: nn.Module, folder: RunFolder, chosen: dict[str, float]) -> None:
-    """Score the student on everything and write what a run leaves behind; `chosen` is added to the results."""
+def finish(setup: Setup, learner: nn.Module, folder: RunFolder, chosen: dict[str, float], share: float) -> None:
+    """Score the student on everything and write what a run leaves behind.
+
+    Args:
+        setup: of the run.
+        learner: with the weights that are scored and exported.
+        folder: of the run.
+        chosen: is added to the results.
+        share: how far these weights went from the first ones (0) to the last ones (1).
+    """
     recipe, data, viewer = setup.recipe, setup.data, setup.viewer
     every = np.arange(len(data.val))
     results, per_class = setup.scores(viewer.outputs(learner, data.val, every), torch.from_numpy(every))
@@ -93,14 +105,20 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder, chosen: dict[str
     write_export(folder.path / "export", setup.exported(learner), config)
     with whole_file(folder.path / "export/README.md") as part:
         part.write_text(model_card(config, results, "own"), encoding="utf-8")
-    notes = say_images(results, trial=(folder.path / TRIAL).is_dir())
+    notes = say_images(results, trial=(folder.path / TRIAL).is_dir(), share=share, step=config["steps"])
+    if start.is_file():
+        fitted = min(len(setup.pools.indices["labelled"]), MOST_PROBE_IMAGES)
+        notes.append(
+            f"probe_accuracy is of a linear {recipe.activation} classifier, fitted to the features of {fitted:,} "
+            "labelled training images before fine-tuning. It is scored on the same validation images."
+        )
     notes += lowest_class(data.classes, per_class)
     on_disk = not any(name.startswith(f"{SCHEME}:") for name in (recipe.init, recipe.data))
     if recipe.init != "none" and on_disk and not start.is_file():
         notes.append(f"Two lines to beat, a linear probe and k-NN of the checkpoint: {probe_command(recipe)}")
-    write_report(setup, shown, folder, results, tables, notes, warning)
+    write_report(setup, shown, folder, results, tables, notes, warning, threshold)
     if recipe.track != "none":
-        track_pictures(setup, shown, folder)
+        track_pictures(setup, shown, folder, threshold)
     title = f"{recipe.method} on {data.name}: results on {int(results['images']):,} validation images"
     out, aside = Console(), Console(stderr=True)  # results go where a pipe or `tee` finds them
     if warning is not None:
@@ -110,7 +128,66 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder, chosen: dict[str
         out.print("\n".join(notes), markup=False, highlight=False, soft_wrap=True)
     if skipped:
         aside.print(say_skipped(skipped, viewer.bad.path), markup=False, highlight=False, soft_wrap=True)
-    out.print(f"\n{folder.path / 'report.html'}")
+    out.print(
+        f"Labels of new images: finetune-mile predict {shlex.quote(str(folder.path))} IMAGES "
+        f"(labels above {threshold:g}, and always the best one)\n\n{folder.path / 'report.html'}",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def worse_than_probe(results: Mapping[str, float]) -> str | None:
+    """A sentence if the accuracy is below that of a linear probe of the checkpoint, beyond chance."""
+    if not {"accuracy", "probe_accuracy"} <= results.keys():
+        return None
+    accuracy, probe = results["accuracy"], results["probe_accuracy"]
+    images = int(results.get("images_with_label", results["images"]))
+    if 100 * wilson(accuracy / 100, images)[1] >= probe:
+        return None
+    return (
+        f"Fine-tuning made this model worse: accuracy {accuracy:.1f} %, and the linear probe of its checkpoint has "
+        f"{probe:.1f} %. Use --keep best, or fewer --steps; if the images must not be mirrored or cropped (digits, "
+        "text), set augment.flip=false and augment.crop=none."
+    )
+
+
+def learned_nothing(results: Mapping[str, float], *, steps: int, data: str, advice: str) -> str | None:
+    """A sentence if the accuracy is that of guessing, or less than a constant answer has; None if it is better.
+
+    Where few images cannot tell guessing from learning, the sentence says this instead.
+
+    Args:
+        results: of results.json.
+        steps: of the run.
+        data: --data, for the advice.
+        advice: the flags that lower the learning rates.
+    """
+    if not {"accuracy", "chance_accuracy", "majority_accuracy"} <= results.keys():
+        return None
+    accuracy, chance, majority = (results[key] for key in ("accuracy", "chance_accuracy", "majority_accuracy"))
+    images = int(results.get("images_with_label", results["images"]))
+    low, high = (100 * edge for edge in wilson(accuracy / 100, images))
+    interval = f"95 % interval of the accuracy {low:.1f} to {high:.1f}"
+    causes = (
+        f"{RATES} (try {advice}), {steps:,} steps are too few (raise --steps or --epochs), the checkpoint or the image "
+        "size does not suit the images (--init, --size), or the labels are wrong "
+        f"(finetune-mile doctor --data {data})."
+    )
+    if low <= chance <= high and images < FEW_IMAGES:
+        return (
+            f"{images:,} validation images are too few to tell whether this model learned anything: accuracy "
+            f"{accuracy:.1f} %, guessing has {chance:.1f} % ({interval}). Use {FEW_IMAGES} validation images or more. "
+            f"Likely causes if the accuracy stays there: {causes}"
+        )
+    if low <= chance <= high:
+        why = f"no better than guessing ({chance:.1f} %; {interval})"
+    elif accuracy < majority:
+        why = f"less than always answering the most frequent class ({majority:.1f} %)"
+    else:
+        return None
+    return (
+        f"This model learned nothing useful: accuracy {accuracy:.1f} % on {images:,} validation images is {why}. "
+        f"Likely causes: {causes}"
+    )
 
 
 def lowest_class(classes: tuple[str, ...], table: dict[str, Tensor]) -> list[str]:
@@ -125,15 +202,19 @@ def lowest_class(classes: tuple[str, ...], table: dict[str, Tensor]) -> list[str
     ]
 
 
-def track_pictures(setup: Setup, shown: Tensor, folder: RunFolder) -> None:
+def track_pictures(setup: Setup, shown: Tensor, folder: RunFolder, threshold: float) -> None:
     """Give the timeline of generations and sample predictions to the tracker, where it takes images.
 
     Args:
         setup: of the run.
         shown: logits (n, C) on the `gallery_images`.
         folder: of the run.
+        threshold: least probability of a label beside the best one.
     """
-    figures = {"generations": generation_plot(folder.metrics()), "predictions": gallery_figure(gallery(setup, shown))}
+    figures = {
+        "generations": generation_plot(folder.metrics()),
+        "predictions": gallery_figure(gallery(setup, shown, threshold)),
+    }
     pictures = {name: pixels(figure)[None] for name, figure in figures.items() if figure is not None}
     for tracker in setup.accelerator.trackers:
         if tracker.name == "tensorboard":

@@ -280,7 +280,7 @@ class LabelMonitor(Monitor):
         targets = method.targets(imitation, logits)
         targets = torch.maximum(targets, given) if imitation.union else targets
         report, labels = inspect_labels(targets, given, self.probe_labels)
-        for sentence in guard(report, num_classes, self.label_report):
+        for sentence in guard(report, num_classes, self.label_report, new_head=self.setup.recipe.new_head):
             self.display.warn(f"generation {phase.generation}: {sentence}")
         self.probe_labels, self.label_report = labels, report
         return report

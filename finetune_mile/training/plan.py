@@ -98,7 +98,7 @@ def make_plan(recipe: Recipe, pool_sizes: dict[Pool, int]) -> Plan:
 
 def unintended(recipe: Recipe, plan: Plan, labelled: int, num_classes: int) -> list[str]:
     """Sentences about what is likely not meant so."""
-    sentences: list[str] = recipe.rules.warnings(recipe.block, plan, plan.generations, num_classes)
+    sentences: list[str] = recipe.rules.warnings(recipe.block, plan, plan.generations, num_classes, recipe.new_head)
     if plan.steps_per_epoch < 1:
         sentences = [f"a batch of {recipe.batch_size} is more than the {labelled:,} labelled images", *sentences]
     return sentences

@@ -67,7 +67,7 @@ def train(setup: Setup, folder: RunFolder) -> int:
             raise
         learner = loop.learner() if share == 1 else between(loop.learner(), loop.roles.weights("init"), share)
         spread = weight_spread(setup.network)
-        finish(setup, learner, folder, monitor.chosen)
+        finish(setup, learner, folder, monitor.chosen, share)
         speed = round(monitor.images_seen / monitor.busy_seconds, 1) if monitor.busy_seconds else None
         return {"images_per_second": speed, **warn_of_spread(spread)}
 

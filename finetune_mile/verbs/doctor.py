@@ -164,7 +164,7 @@ def _class_lines(images: ImageSet, classes: Sequence[str], split: str) -> Iterat
         counts, unlabelled = (given > 0).sum(0), int((~(given > 0).any(1)).sum())
     low, high = int(counts.argmin()), int(counts.argmax())
     yield (
-        f"{split}: {int(counts[low]):,} ({classes[low]}) to {int(counts[high]):,} ({classes[high]}) images a "
+        f"{split}: {int(counts[low]):,} ({classes[low]}) to {int(counts[high]):,} ({classes[high]}) images per "
         f"class, median {int(counts.median()):,}{f'; {unlabelled:,} unlabelled' if unlabelled else ''}"
     )
     missing = [classes[k] for k in (counts == 0).nonzero().flatten().tolist()]

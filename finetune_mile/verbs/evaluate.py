@@ -114,7 +114,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(argv)
     problems = parser.strangers(rest)
     if (options.model is None) == (options.logits is None):
-        problems.append("give --model (run:DIR, timm:NAME, hf:NAME, a file) or --logits FILE, one of them")
+        problems.append("give either --model (run:DIR, timm:NAME, hf:NAME, a file) or --logits FILE")
     for check in (_check_sources, _check_data, _check_out):
         try:
             check(options)
@@ -258,7 +258,7 @@ def _matched(other: Predictions, first: Predictions, spec: Init) -> Predictions:
         raise Problem(f"--compare {spec}: both models must have seen the same images; {some}")
     if set(other.classes) != set(first.classes):
         odd = sorted(set(other.classes) ^ set(first.classes))
-        raise Problem(f"--compare {spec}: its classes are others, such as {odd[0]!r}")
+        raise Problem(f"--compare {spec}: its classes differ, for example {odd[0]!r}")
     rows = [place[name] for name in first.ids]
     columns = [other.classes.index(name) for name in first.classes]
     return dataclasses.replace(

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit codes: 0 fine, 2 the command or its input was wrong."""
     parser = Parser(
         prog="finetune-mile pack", allow_abbrev=False,
-        description="Write images, resized to a short side, into WebDataset shards. The same command continues.",
+        description="Write resized images into WebDataset shards. Run the same command again to continue.",
         epilog="example: finetune-mile pack folder:photos photos-256        then: --data wds:photos-256",
     )  # fmt: skip
     parser.add_argument("source", metavar="SRC", help="as --data of `run`: folder:DIR, imagenet:DIR, hf:NAME, ...")
@@ -64,7 +64,7 @@ def _check_ours(out: Path) -> None:
     if not out.is_dir() or (out / STATE).is_file():
         return
     if any(path.name not in (f".{STATE}.part", LOCK) for path in out.iterdir()):
-        raise Problem(f"{out}: is not empty and holds no shards of ours; choose another directory")
+        raise Problem(f"{out}: the directory is not empty and has no shards of finetune-mile; choose another directory")
 
 
 def alone(out: Path) -> contextlib.AbstractContextManager[None]:

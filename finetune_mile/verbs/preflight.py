@@ -154,7 +154,7 @@ def _checks(setup: Setup, init: Init, images: int | None, bank: int | None, out:
     if main:
         for check in off:
             sys.stdout.write(f"{check.name} is off. Check next: {check.advice}\n")
-        slow = ", but reading images will be the limit" if any(check.state == "slow" for check in done) else ""
+        slow = ", but reading images will limit the speed" if any(check.state == "slow" for check in done) else ""
         names = ", ".join(check.name for check in off)
         sys.stdout.write(f'not ready: {names} (docs/imagenet.md, "A number is off")\n' if off else f"ready{slow}\n")
     return 1 if off else 0
@@ -273,7 +273,7 @@ def _compared(
     advice = ""
     if low <= 100 / classes:
         advice = (
-            "a guess is as good. Either the validation labels have another order (finetune-mile doctor), or the "
+            "no better than guessing. Either the validation labels have another order (finetune-mile doctor), or the "
             f"weights were not loaded (finetune-mile weights check {card.name} --names)"
         )
     elif published is not None and high < published:
@@ -282,7 +282,9 @@ def _compared(
             "validation images (--images all)"
         )
     elif published is not None and low > published:
-        advice = "it is better than published: are training images among the validation images?"
+        advice = (
+            "it is better than published. Training images may be among the validation images (finetune-mile doctor)"
+        )
     if published is not None:
         text += f"; published {published:g}"
     return Check(name, "off" if advice else "ok", text, advice), (

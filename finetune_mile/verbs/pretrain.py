@@ -108,7 +108,7 @@ def describe(resolved: Resolved, setup: Setup, *, full: bool) -> None:
     weights = sum(p.numel() for p in setup.trunk.parameters())
     out.print(f"recipe  {resolved.path.name} ({resolved.why})")
     out.print(f"data    {setup.viewer.data.name}: {count:,} images without their labels")
-    out.print(f"network {recipe.arch}, {weights:,} weights, at {recipe.size} pixels")
+    out.print(f"network {recipe.arch}, {weights:,} parameters, at {recipe.size} pixels")
     epochs = recipe.steps / setup.plan.steps_per_epoch
     out.print(f"method  {recipe.method}: {recipe.steps:,} steps = {epochs:.1f} epochs")
     out.print(f"batch   {recipe.batch_size} images in {world} process{'es' if world > 1 else ''}")

@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
         raise Problem("quickstart is one process: start it without accelerate launch or torchrun")
     options.out = options.out or next_folder(Path("runs"), "quickstart")
     if os.path.lexists(options.out) and (not options.out.is_dir() or any(options.out.iterdir())):
-        raise Problem(f"--out {options.out}: is there already; choose a new folder")
+        raise Problem(f"--out {options.out}: already exists; choose a new folder")
     text, reason = choose_init(options)
     (init,) = check_flags(options, [text])
     return stoppable(lambda accelerator, signals: Quickstart(options, init, reason, accelerator, signals).work(),
@@ -118,7 +118,7 @@ def choose_init(options: argparse.Namespace) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class Quickstart:
-    """One look at a folder of photos, from reading them to the page."""
+    """A first comparison on a folder of photos, from reading them to the page."""
 
     options: argparse.Namespace
     init: Init
@@ -141,8 +141,8 @@ class Quickstart:
         facts["weak"] = self.init.text == SHIPPED
         if facts["weak"]:
             self.warn(
-                f"{SHIPPED} is a tiny network that has seen drawings, not photos: expect far more of a real checkpoint "
-                f"(--init FILE, or --download fetches {DOWNLOADED})"
+                f"{SHIPPED} is a tiny network that has seen drawings, not photos: a real checkpoint is far better "
+                f"(--init FILE, or --download for {DOWNLOADED})"
             )
         facts["findings"] = self.look(data)
         out.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ class Quickstart:
             "rows": summary(right),
             "verdicts": conclusions(right, verdicts),
         }
-        self.say("labels that look doubtful")
+        self.say("searching for doubtful labels")
         doubts, sure = doubtful(train[labelled], one_label_each(data.train.given)[labelled], len(data.classes))
         facts["held_out_accuracy"] = sure
         facts["doubts"] = [
@@ -184,7 +184,7 @@ class Quickstart:
         pictures = self.pictures(data, [int(labelled[row]) for row, *_ in doubts[:DOUBTS]])
         highest = max(facts.get("results", {}).get("accuracy", 0.0), *(row["high"] for row in facts["rows"]))
         top = min(10 * math.ceil(highest / 10 + 0.1), 100)  # of the page's scale
-        page = {"title": f"{data.name}: a first look", "pictures": pictures, "names": NAMES, "top": top}
+        page = {"title": f"{data.name}: quickstart", "pictures": pictures, "names": NAMES, "top": top}
         write_page(out / "quickstart.html", "quickstart.html", **page, **facts)
         show(facts)
         sys.stdout.write(f"\n{out / 'quickstart.html'}\n")
@@ -232,8 +232,8 @@ class Quickstart:
             return 1.0
         share = max(seconds / pace - len(data.val), len(data.classes)) / len(data.train)
         self.warn(
-            f"features of all {wanted:,} photos would take {pace * wanted / 60:.0f} minutes: {share:.0%} of the labels "
-            "are used (--minutes more, or a smaller --size, uses more)"
+            f"features of all {wanted:,} photos would take {pace * wanted / 60:.0f} minutes, so {share:.0%} of the "
+            "labels are used; raise --minutes or lower --size to use more"
         )
         return min(max(share, 1e-6), 1.0)
 
@@ -312,13 +312,13 @@ class Quickstart:
         words += ["--arch", self.options.arch] if self.options.arch else []
         words += ["--size", str(self.options.size)] if self.options.size else []
         left = self.options.minutes * 60 - (time.monotonic() - self.began)
-        self.say(f"is there time to fine-tune with {method}?")
+        self.say(f"estimating how long fine-tuning with {method} takes")
         seconds = float(estimate(resolved.recipe).seconds[2])
         facts: dict[str, Any] = {"best": method, "command": shlex.join(words), "fine_tuning_seconds": seconds}
         if seconds > left:
-            self.say(f"no: it would take about {max(seconds / 60, 1):.0f} min; the page has the command")
+            self.say(f"fine-tuning is left out: about {max(seconds / 60, 1):.0f} min; the page has the command")
             return facts
-        self.say(f"yes: it takes about {max(seconds / 60, 1):.0f} min")
+        self.say(f"fine-tuning takes about {max(seconds / 60, 1):.0f} min")
         setup = set_up(resolved.recipe, self.init, None, self.options.out / "finetune", self.signals)
         folder = open_folder(setup, self.options.out / "finetune", resume=False, overwrite=False)
         with contextlib.redirect_stdout(sys.stderr):
@@ -373,12 +373,12 @@ def conclusions(right: dict[str, Tensor], verdicts: list[dict[str, Any]]) -> lis
         labels = sum(verdict["labels_found"] for verdict in verdicts) / len(verdicts)
         if opened > len(verdicts) / 2:
             sentences.append(
-                f"Many photos look as if they hold more than one of the classes: method auto says so for {opened} "
-                f"of {len(verdicts)} seeds, at {labels:.1f} labels per photo. Try --method auto on the whole network."
+                f"Many photos seem to hold more than one of the classes: method auto found this for {opened} of "
+                f"{len(verdicts)} seeds, with {labels:.1f} labels per photo. Try --method auto on the complete network."
             )
         else:
             sentences.append(
-                f"No sign that photos hold more than one of the classes: method auto found one for {opened} of "
+                f"No evidence that photos hold more than one of the classes: method auto found some for {opened} of "
                 f"{len(verdicts)} seeds."
             )
     return sentences
@@ -397,9 +397,9 @@ def show(facts: dict[str, Any]) -> None:
         table.add_row(row["name"], f"{row['mean']:.1f}", f"{row['low']:.1f} to {row['high']:.1f}")
     if "results" in facts:
         table.add_section()
-        table.add_row(f"{facts['best']}, whole network", f"{facts['results']['accuracy']:.1f}", "")
+        table.add_row(f"{facts['best']}, all layers", f"{facts['results']['accuracy']:.1f}", "")
     out = wide_console()
     out.print(table)
     for sentence in facts["verdicts"]:
         out.print(sentence, soft_wrap=True, markup=False)
-    out.print(f"Go on with:  {facts['command']}", soft_wrap=True, markup=False)
+    out.print(f"Next:  {facts['command']}", soft_wrap=True, markup=False)

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         sys.stdout.write(text)
         return 0
     if os.path.lexists(options.file):
-        raise Problem(f"{options.file}: is there already; choose another file")
+        raise Problem(f"{options.file}: the file already exists; choose another name")
     if not options.file.parent.is_dir():
         raise Problem(f"{options.file}: there is no folder {options.file.parent}")
     text = re.sub(r"\A# yaml-language-server:.*\n", "", text)

@@ -89,7 +89,9 @@ def _parser() -> Parser:
     )
     check.add_argument("--image", type=Path, help="a photo: norms of its features, classes if the file has a head")
     check.add_argument("--arch", help="the network, where the file does not show it")
-    check.add_argument("--format", help="whose file it is, where it does not show it: solo-learn, byol-convert, ...")
+    check.add_argument(
+        "--format", help="the code that wrote the file, where it does not show it: solo-learn, byol-convert, ..."
+    )
     check.add_argument("--names", action="store_true", help="list the tensors, not only their number")
     check.add_argument("--json", action="store_true", help="for scripts")
     check.set_defaults(run=check_file)
@@ -98,7 +100,9 @@ def _parser() -> Parser:
     convert.add_argument("out", type=Path)
     convert.add_argument("--to", choices=("own", "timm"), default="own")
     convert.add_argument("--arch", help="the network, where the file does not show it")
-    convert.add_argument("--format", help="whose file it is, where it does not show it: solo-learn, byol-convert, ...")
+    convert.add_argument(
+        "--format", help="the code that wrote the file, where it does not show it: solo-learn, byol-convert, ..."
+    )
     head = convert.add_mutually_exclusive_group()
     head.add_argument("--drop-head", action="store_true", help="leave the trained classifier of a run out")
     head.add_argument("--keep-head", metavar="NAME", help="keep the classifier of another file, by its name there")
@@ -107,7 +111,9 @@ def _parser() -> Parser:
     add.add_argument("init", metavar="FILE", help="a file, or FILE::PREFIX")
     add.add_argument("--name", required=True, help="of the card")
     add.add_argument("--arch", help="the network, where the file does not show it")
-    add.add_argument("--format", help="whose file it is, where it does not show it: solo-learn, byol-convert, ...")
+    add.add_argument(
+        "--format", help="the code that wrote the file, where it does not show it: solo-learn, byol-convert, ..."
+    )
     add.add_argument("--method", help="how the weights were made (default: as the file says)")
     add.add_argument("--citation", default="", help="where they are from: a paper, an address")
     add.add_argument("--overwrite", action="store_true", help="replace a card that you added before")

@@ -149,7 +149,7 @@ def test_what_a_known_format_is_nothing_is_assumed() -> None:
     state = under("encoder_q.", trunk("resnet50")) | under("encoder_k.", trunk("resnet50"))
     report = open_it(torch_file(state_dict=under("module.", state))).report
     assert (report.certain, report.assumed, report.others) == (True, (), ("encoder_k",))
-    assert report.reason == "loaded is the one that moco's own evaluation uses"
+    assert report.reason == "the loaded one is what moco's own evaluation uses"
 
 
 def test_the_stride_of_resnet_v1_can_be_said(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_an_ema_copy_is_named_and_can_be_asked_for(tree: dict[str, dict[str, Ten
     assert report.others == (other,)
     assert "not a moving average" in report.reason
     picked = open_it(contents, other).report
-    assert (picked.arch, picked.reason) == ("resnet18", "loaded is the one that was picked")
+    assert (picked.arch, picked.reason) == ("resnet18", "the loaded one is the one that you chose")
 
 
 def test_copies_are_told_apart_by_their_numbers_and_names() -> None:

@@ -60,9 +60,7 @@ def test_cards_of_solo_learns_list_say_that_the_files_are_gone() -> None:
         assert (card.format, bool(card.data), card.scores_on) == ("solo-learn", True, card.data)
         assert not card.remote()
         assert (card.arch or "").endswith("-cifar2") == card.data.startswith("CIFAR")
-    with pytest.raises(
-        Problem, match=r"no file that can be fetched \(solo-learn removed the file.*\); .*use --init FILE"
-    ):
+    with pytest.raises(Problem, match=r"no file to fetch \(solo-learn removed the file.*\); .*use --init FILE"):
         fetch_card(find_card("solo-byol-cifar10"))
 
 

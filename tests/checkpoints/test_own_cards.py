@@ -54,7 +54,7 @@ def test_what_was_added_is_never_taken_for_something_else(own, capsys):
     assert main(["weights", "add", str(own), "--name", "mine", "--overwrite"]) == 0
     own.unlink()
     assert main(["weights", "check", "mine"]) == 2
-    assert "the file of card mine is gone" in capsys.readouterr().err
+    assert "the file of card mine does not exist any more" in capsys.readouterr().err
 
 
 def test_verify_checks_hash_tensors_and_features_and_records_them(own, tmp_path, capsys):

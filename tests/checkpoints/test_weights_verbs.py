@@ -141,7 +141,7 @@ def test_format_is_an_answer_on_the_command_line(tmp_path: Path, capsys: pytest.
     assert finetune_mile.load(str(tmp_path / "mine.pth"), format="byol-convert").report.padding == "same"
     assert main(["check", str(tmp_path / "mine.pth"), "--format", "byol-convrt"]) == 2
     assert "did you mean byol-convert?" in capsys.readouterr().err
-    with pytest.raises(Problem, match="--format solo-learn says whose file --init is"):
+    with pytest.raises(Problem, match="--format solo-learn describes the file of --init"):
         parse(["--format", "solo-learn"])
 
 

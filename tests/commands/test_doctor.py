@@ -26,7 +26,7 @@ def test_healthy_data(folder, capsys):
     assert main(["doctor", "--data", str(folder), "--workers", "0"]) == 0
     said = capsys.readouterr().out
     assert "photos: 18 training and 6 validation images, 3 classes" in said
-    assert "train: 6 (cat) to 6 (cat) images a class, median 6" in said
+    assert "train: 6 (cat) to 6 (cat) images per class, median 6" in said
     assert "short side 20 to 25 pixels" in said
     assert "exact duplicates across train and val: 0" in said
     assert "train: 0 images cannot be read" in said

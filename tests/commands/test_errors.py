@@ -105,8 +105,8 @@ VERBS = {
     "weights": "error: the following arguments are required: ls | show | check | convert | add | verify | docs "
     "(--help lists the flags)",
     "train --fraction 200%": "error: --fraction 2.0: input should be less than or equal to 1",
-    "table": "error: which table? Name one of ablations, auto, imagenet, mini-ssl, multi-mnist, ood, semi, ssl "
-    "(`finetune-mile table --list` has their titles)",
+    "table": "error: the name of a table is missing; give one of ablations, auto, imagenet, mini-ssl, multi-mnist, "
+    "ood, semi, ssl (`finetune-mile table --list` has their titles)",
     "tabel ssl": "error: tabel: unknown verb; did you mean table?",
     "table ssl --formt csv": "error: --formt: unknown flag; did you mean --format?",
     "table ssl --format tex": "error: --format tex: unknown; did you mean latex?",
@@ -151,7 +151,7 @@ def test_recipes_are_listed_shown_and_copied(tmp_path, capsys):
     assert main(["run", "--recipe", str(tmp_path / "mine.yaml"), "--data", "demo", "--explain", "--json"]) == 0
     capsys.readouterr()
     assert main(["recipes", "cp", "finetune", str(tmp_path / "mine.yaml")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["recipes", "show", "finetun"]) == 2
     assert "did you mean finetune?" in capsys.readouterr().err
     assert main(["recipes", "cp", "finetune"]) == 2

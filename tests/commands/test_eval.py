@@ -254,8 +254,8 @@ def test_wrong_models_are_told_by_name(photos, network, tmp_path, capsys):
 
 
 CASES = {
-    "nothing": ([], "give --model"),
-    "both": (["--model", "timm:resnet18", "--logits", "x.parquet"], "one of them"),
+    "nothing": ([], "give either --model"),
+    "both": (["--model", "timm:resnet18", "--logits", "x.parquet"], "give either --model"),
     "unknown flag": (["--modl", "x"], "did you mean --model?"),
     "a word": (["x"], "unexpected argument 'x'"),
     "no data": (["--model", "timm:resnet18"], "--data is required"),

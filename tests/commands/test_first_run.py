@@ -18,11 +18,12 @@ import finetune_mile
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.cli import main as verbs
 from finetune_mile.config.resolve import resolve
-from finetune_mile.measures.guards import worse_than_probe
-from finetune_mile.run import main
+from finetune_mile.run import main, without
 from finetune_mile.training import plan as planning
 from finetune_mile.training import start as starts
-from finetune_mile.training.explain import how_far
+from finetune_mile.training.explain import how_far, variant_of
+from finetune_mile.training.finish import worse_than_probe
+from finetune_mile.training.plan import make_plan, unintended
 from finetune_mile.training.setup import Viewer
 
 LITTLE = ["--init", "simclr-demo", "--set", "size=24", "--set", "workers=0", "--set", "checkpoint_every=4"]
@@ -61,6 +62,7 @@ def test_a_default_run_is_not_below_its_probe(photos, tmp_path, few, capsys):
     printed = capsys.readouterr().err
     assert "start   the classifier is a linear probe of the labelled images, batch norm is frozen" in printed
     assert "trial   12 steps with 12 labels held out" in printed
+    assert "method  mile (paper variant, except imitate_from: teacher, rho: 0.5, union: true): 12 steps" in printed
     recipe = (out / "recipe.yaml").read_text()
     assert "name: relative" in recipe
     assert "union: true" in recipe
@@ -177,9 +179,57 @@ def test_a_run_says_what_decides_how_far_its_weights_go():
     """With 120 photos it promised a trial that there was none of."""
     recipe = resolve({"data": "folder:photos", "init": "simclr-demo"}, []).recipe
     said = {labels: how_far(recipe, labels) for labels in (120, 200, 20_000, 20_001)}
-    assert said[120] == ", 120 labels are too few for a trial, so the weights go half of the way"
-    assert said[200] == said[20_000] == ", a trial decides how far the weights go"
+    assert said[120] == (
+        ", 120 labels are too few for a trial: the result is halfway between the first and the last weights"
+    )
+    assert said[200] == said[20_000] == ", a trial decides how far the weights go from the first to the last ones"
     assert said[20_001] == how_far(recipe.model_copy(update={"keep": "last"}), 120) == ""
+
+
+def test_a_method_line_says_where_it_departs_from_the_variant():
+    mine = {"data": "folder:photos", "init": "simclr-demo"}
+    assert variant_of(resolve(mine | {"rho": 0.25}, ["mile.union=false", "mile.imitate_from=student"]).recipe) == (
+        " (paper variant)"
+    )
+    assert variant_of(resolve(mine | {"variant": "published"}, []).recipe) == " (published variant, except union: true)"
+    assert variant_of(resolve(mine | {"method": "softmax"}, []).recipe) == ""
+
+
+def test_no_warm_up_is_asked_for_where_the_classifier_starts_as_a_probe():
+    """A probe is trained: its outputs are not at the prior, whatever rho is."""
+
+    def warnings(*sets):
+        recipe = resolve({"data": "folder:photos", "init": "simclr-demo", "rho": 0.3}, sets).recipe
+        plan = make_plan(recipe, {"labelled": 600, "unlabelled": 0, "all": 600})
+        return " ".join(unintended(recipe, plan, 600, num_classes=3))
+
+    assert "near the prior" not in warnings()
+    assert "near the prior" in warnings("head_init=random", "optimizer.name=sgd", "keep=last")
+
+
+@pytest.mark.parametrize("method", ["mile", pytest.param("softmax", marks=pytest.mark.slow)])
+def test_the_closing_lines_say_which_weights_probe_and_threshold_there_were(photos, tmp_path, capsys, method):
+    out = tmp_path / "run"
+    flags = LITTLE if method == "mile" else without(LITTLE, "--k-t", "--k-s")
+    assert main([*flags, "--data", f"folder:{photos}", "--out", str(out), "--method", method]) == 0
+    printed = capsys.readouterr()
+    (line,) = [line for line in printed.err.splitlines() if line.startswith("warning: --init simclr-demo")]
+    assert "drawings of digits" in line
+    activation, threshold = ("sigmoid", 0.5) if method == "mile" else ("softmax", 0.25)
+    probe = f"probe_accuracy is of a linear {activation} classifier, fitted to the features of 60 labelled training"
+    weights = "The scored weights are halfway between the first ones (before fine-tuning) and those of step 12"
+    page = html.unescape((out / "report.html").read_text())
+    for text in (printed.out, page):
+        assert probe in text
+        assert weights in text
+    assert f"labels above {threshold:g}" in page
+    assert f"finetune-mile predict {out} IMAGES" in printed.out
+    assert f"labels above {threshold:g}" in printed.out
+    assert verbs(["predict", str(out), str(photos / "val"), "--format", "jsonl", "--workers", "0"]) == 0
+    assert {json.loads(line)["threshold"] for line in capsys.readouterr().out.splitlines()} == {threshold}
+    chips = re.findall(r'class="chip ">(\(?)\w+ ([.\d]+)\)?</span>', page)
+    assert len(re.findall('<div class="given">given: ', page)) <= len(chips), "always the best one"
+    assert all((float(p) < threshold + 0.005) if below else (float(p) > threshold - 0.005) for below, p in chips)
 
 
 def test_the_rules_go_with_a_frozen_trunk(photos, tmp_path, few, monkeypatch):

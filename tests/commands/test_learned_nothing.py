@@ -6,7 +6,7 @@ from shortcuts import SHORT
 
 from finetune_mile.run import main
 
-FLAGS = [*SHORT, "--method", "sigmoid", "--set", "log_every=10"]
+FLAGS = [*SHORT, "--data", "demo:800", "--method", "sigmoid", "--set", "log_every=10"]
 
 
 def test_a_run_that_learns_nothing_says_so_first(tmp_path, capsys):

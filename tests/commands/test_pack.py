@@ -120,7 +120,7 @@ def test_wrong_input(folder, tmp_path, capsys):
     (tmp_path / "full/x").write_text("x")
     for words, sentence in (
         ([str(folder), str(tmp_path / "file")], "is a file; name a directory"),
-        ([str(folder), str(tmp_path / "full")], "is not empty and holds no shards of ours"),
+        ([str(folder), str(tmp_path / "full")], "is not empty and has no shards of finetune-mile"),
         (["nowhere", str(tmp_path / "out")], "no directory 'nowhere'"),
         ([str(folder), str(tmp_path / "out"), "--quality", "101"], "--quality 101: must be from 1 to 100"),
         ([str(folder)], "OUT"),
@@ -218,7 +218,7 @@ def test_f8_a_foreign_folder_stays_as_it_is(folder, tmp_path, capsys):
     (tmp_path / "full/.pack.json.part").write_text("")
     (tmp_path / "full/thesis.tex").write_text("x")
     assert main(["pack", str(folder), str(tmp_path / "full"), *PACK]) == 2
-    assert "is not empty and holds no shards of ours" in capsys.readouterr().err
+    assert "is not empty and has no shards of finetune-mile" in capsys.readouterr().err
     assert len(list((tmp_path / "full").iterdir())) == 2
 
 

@@ -79,7 +79,7 @@ def states(printed):
 def test_a_good_checkpoint_is_ready_and_recorded(card, material, tmp_path, capsys):
     assert main(card()) == 0
     said, last = states(capsys.readouterr().out)
-    assert last in ("ready", "ready, but reading images will be the limit")
+    assert last in ("ready", "ready, but reading images will limit the speed")
     assert said["file"][1] == "standin: resnet-demo, 72 tensors loaded, hash as on the card, no features known"
     assert said["head"][1].startswith(f"the classifier in the file: top-1 {material[1]:.1f} (")
     assert said["head"][1].endswith(f"on 30 validation images; published {material[1]:g}")
@@ -103,7 +103,7 @@ def test_a_good_checkpoint_is_ready_and_recorded(card, material, tmp_path, capsy
 
 
 @pytest.mark.parametrize(("published", "state", "advice"), [
-    (5.0, "off", "are training images among the validation images?"), (99.9, "off", "the load report above"),
+    (5.0, "off", "Training images may be among the validation images"), (99.9, "off", "the load report above"),
     (None, "ok", "")])  # fmt: skip
 def test_a_published_accuracy_outside_the_interval_is_off(published, state, advice, card, capsys):
     assert main(card(linear_top1=published)) == (state == "off")
@@ -119,7 +119,7 @@ def test_a_classifier_that_guesses_is_off_without_any_published_number(card, mat
     words = card(path=str(tmp_path / "zero.safetensors"), linear_top1=None,
                  sha256=digest(tmp_path / "zero.safetensors", "sha256"))  # fmt: skip
     assert main(words) == 1
-    assert "head is off. Check next: a guess is as good. Either the validation labels" in capsys.readouterr().out
+    assert "head is off. Check next: no better than guessing. Either the validation labels" in capsys.readouterr().out
 
 
 def test_knn_is_compared_with_all_training_images_only(card, tmp_path, monkeypatch, capsys):

@@ -71,7 +71,7 @@ def test_without_time_fewer_labels_are_used_and_the_command_is_left(photos, quic
     assert len((quick / "labelled.txt").read_text().split()) == 3
     assert "results" not in facts
     assert "There was no time to fine-tune" in (quick / "quickstart.html").read_text()
-    assert "of the labels are used (--minutes more" in re.sub(r"\s+", " ", printed.err)
+    assert "of the labels are used; raise --minutes" in re.sub(r"\s+", " ", printed.err)
 
 
 def test_the_checkpoint_is_chosen_in_this_order(photos, tmp_path, monkeypatch):
@@ -102,7 +102,7 @@ def test_the_checkpoint_is_chosen_in_this_order(photos, tmp_path, monkeypatch):
     [
         (["--minutes", "0"], "--minutes 0: must be above 0"),
         (["--init", "no-such-card"], "--init no-such-card: no such file, and no card of that name"),
-        (["--out", "{photos}"], "is there already; choose a new folder"),
+        (["--out", "{photos}"], "already exists; choose a new folder"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(photos, tmp_path, monkeypatch, capsys, words, sentence):

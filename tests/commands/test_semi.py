@@ -186,7 +186,7 @@ def test_a_teacher_of_other_classes_is_refused_before_anything_is_written(tmp_pa
     headless = {name: tensor for name, tensor in seven.state_dict().items() if not name.startswith("fc.")}
     torch.save({"state_dict": headless}, tmp_path / "headless.pth")
     for name, sentence in (
-        ("seven", "it knows 7 classes, the data has 10"),
+        ("seven", "it has 7 classes, the data has 10"),
         ("headless", "it has no classifier"),
         ("missing", "there is no such run folder or file"),
     ):

@@ -251,7 +251,7 @@ def test_norm_only_leaves_the_rest_alone(run_demo):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--trunk", "ice"], "'ice' is none of all, frozen, norm-only, last:N"),
+        (["--trunk", "ice"], "'ice' is not one of all, frozen, norm-only, last:N"),
         (["--trunk", "frozen", "--method", "distill", "--teacher", "simclr-demo"], "--trunk last:0"),
         (["--trunk", "frozen", "--set", "augment.cutmix=1"], "does not go with augment.cutmix"),
         (["--set", "head=mlp"], "head: mlp is for --trunk frozen: add it, or leave head out"),

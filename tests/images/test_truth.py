@@ -47,7 +47,7 @@ def test_real_of_a_few_classes_and_of_other_data():
     assert some.val.truth.tolist() == [[True, False]] * 2
     other = data_of(["a/1.jpg"], [0], ["a", "b"])
     assert with_real(other, required=False) is other
-    with pytest.raises(Problem, match="truth real: is for ImageNet's validation images"):
+    with pytest.raises(Problem, match="truth real: expected ImageNet's validation images"):
         with_truth(other, "real")
 
 
@@ -82,7 +82,7 @@ def test_a_csv_of_sets(tmp_path):
     assert with_truth(data, f"csv:{path}").val.truth.int().tolist() == [[0, 0, 0], [0, 1, 1]]
     for text, sentence in (
         ("file,labels\n9.jpg,a\n2.jpg,b\n", "1 files are not in the data: 9.jpg"),
-        ("file,labels\n2.jpg,b;dog\n", "1 labels are no class of the data: dog"),
+        ("file,labels\n2.jpg,b;dog\n", "1 labels are not classes of the data: dog"),
         ("file,label\n2.jpg,b\n", "the column labels is missing"),
         ("file,labels\nx.jpg,a\n", "none of the validation images has a label set"),
     ):

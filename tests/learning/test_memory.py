@@ -73,7 +73,7 @@ def test_accumulate_auto_takes_what_fits_and_keeps_the_batch(run_demo, monkeypat
     parts = run_demo("parts", *flags)
     found = [yaml.safe_load((run / "recipe.yaml").read_text()) for run in (whole, parts)]
     assert [(each["batch_size"], each["accumulate"]) for each in found] == [(8, 1), (8, 4)]
-    assert "batch   8 = 1 process x 4 x 2" in capsys.readouterr().err
+    assert "batch   8 images = 1 process x 4 parts x 2 images" in capsys.readouterr().err
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-3)
 
 

@@ -5,9 +5,10 @@ import math
 import pytest
 
 from finetune_mile.learning.phases import Phase
-from finetune_mile.measures.guards import LossAlarm, learned_nothing, lower_rates
+from finetune_mile.measures.guards import LossAlarm, lower_rates
 from finetune_mile.measures.intervals import wilson
 from finetune_mile.methods import auto, get_method, loss_of_new_head
+from finetune_mile.training.finish import learned_nothing
 
 ADVICE = lower_rates(0.01, 0.1)
 
@@ -102,8 +103,17 @@ def test_an_accuracy_at_chance_is_a_sentence():
     assert ADVICE in said
     assert "finetune-mile doctor --data folder:photos" in said
     assert judged(38.1) is None
-    assert judged(20.0, images=15) is not None, "few images, a wide interval"
-    assert judged(20.0, images=2000, images_with_label=15) is not None
+
+
+def test_few_validation_images_cannot_tell_whether_a_model_learned():
+    """It said "learned nothing useful" and "too few to tell" in one sentence."""
+    said = judged(20.0, images=15)
+    assert said.startswith(
+        "15 validation images are too few to tell whether this model learned anything: accuracy 20.0 %"
+    )
+    assert "learned nothing" not in said
+    assert judged(20.0, images=2000, images_with_label=15) == said
+    assert "too few to tell" not in judged(10.8)
 
 
 def test_an_accuracy_below_the_most_frequent_class_is_a_sentence():

@@ -108,18 +108,21 @@ def test_guards_speak_up_before_a_collapse():
     given_labels = torch.eye(3)[[0, 1, 2, 0]]
     nothing, _ = inspect_labels(torch.zeros(4, 3), given_labels, None)
     assert nothing.empty_share == 1
-    assert "no pseudo-label" in guard(nothing, 3, None)[0]
+    assert "no pseudo-label" in guard(nothing, 3, None, new_head=True)[0]
+    assert "longer warm-up" in guard(nothing, 3, None, new_head=True)[0]
+    assert "warm-up" not in guard(nothing, 3, None, new_head=False)[0], "a probe is trained"
     everything, labels = inspect_labels(torch.ones(4, 3), given_labels, None)
     assert everything.labels_per_image == 3
-    assert "inflating" in guard(everything, 3, None)[0]
+    assert "inflating" in guard(everything, 3, None, new_head=True)[0]
     wrong = torch.zeros(4, 3)
     wrong[:, 1] = 1
     report, _ = inspect_labels(wrong, given_labels, labels)
     assert report.given_recall == 0.25
     assert report.churn == pytest.approx(2 / 3)
-    assert any("given labels" in sentence for sentence in guard(report, 10, None))
+    assert any("given labels" in sentence for sentence in guard(report, 10, None, new_head=True))
+    assert not any("warm-up" in sentence for sentence in guard(report, 10, None, new_head=False))
     fine = LabelReport(labels_per_image=1.2, empty_share=0.05, given_recall=0.8, churn=0.1)
-    assert guard(fine, 10, fine) == []
+    assert guard(fine, 10, fine, new_head=True) == []
 
 
 def test_a_main_object_gives_its_accuracy_and_what_it_alone_would_score():

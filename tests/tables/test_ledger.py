@@ -69,14 +69,14 @@ def test_differences_are_paired_by_seed_and_bars_are_checked():
 
 def test_a_stale_or_stopped_run_does_not_count_and_is_told():
     records = [record("sigmoid", 0), record("sigmoid", 1, status="stale"), record("sigmoid", 2, status="stopped")]
-    ledger = make_ledger(tiny(), records, {"fine-tuning / after / 100 %": "about 3.1 h a run"})
+    ledger = make_ledger(tiny(), records, {"fine-tuning / after / 100 %": "about 3.1 h per run"})
     cell = ledger.blocks[0].cell("sigmoid", "10 %")
     assert (len(cell.runs), len(cell.others)) == (1, 2)
     text = writing.markdown(ledger)
     assert "sigmoid, 10 %, seed 1: stale; not counted" in text
     assert "1 of 3" in text
-    assert "not run, about 3.1 h a run" in text
-    assert "| after | 100 % | top-1 | 60 |  |  |  | not run | about 3.1 h a run |" in text
+    assert "not run, about 3.1 h per run" in text
+    assert "| after | 100 % | top-1 | 60 |  |  |  | not run | about 3.1 h per run |" in text
 
 
 def test_a_measure_that_no_run_has_is_a_mistake():

@@ -62,7 +62,7 @@ def test_a_mean_goes_with_its_columns(tmp_path):
     assert (quick.means, quick.bars, quick.paper["one"]) == ({}, (), {})
     wrong = copy.deepcopy(TABLE)
     wrong["blocks"][0]["means"] = {"x": ["x", "z"]}
-    with pytest.raises(Problem, match=r"there is no column 'z'.*\n?.*be no column itself"):
+    with pytest.raises(Problem, match=r"there is no column 'z'.*\n?.*not be a column itself"):
         read(tmp_path, wrong)
 
 

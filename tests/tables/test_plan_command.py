@@ -45,7 +45,7 @@ def test_supervised_learning_has_no_teacher():
 
 def test_warnings_name_the_number():
     text = "\n".join(count(one_percent("mile.warmup=0", steps=20_000, k_t=6205, k_s=7000, rho=0.002)).warnings)
-    assert "k_t is 31 epochs of your labelled images" in text
+    assert "k_t is 31 epochs of your labelled images: " in text
     assert "k_s (7000) is larger than k_t (6205)" in text
     assert "the budget is enough for one generation only" in text
     assert "rho 0.002 is near the prior 1/C = 0.001; there is no warm-up" in text

@@ -33,4 +33,4 @@ def test_a_worker_that_was_told_to_stop_early_has_not_failed():
 
     assert outcome(-signal.SIGTERM).code == 143
     assert outcome(-signal.SIGKILL).code == 1
-    assert "out of memory?" in outcome(-signal.SIGKILL).last_line
+    assert "perhaps out of memory" in outcome(-signal.SIGKILL).last_line

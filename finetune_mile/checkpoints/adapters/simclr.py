@@ -100,12 +100,12 @@ def _unwrap(contents: Contents) -> Tensors:
         counts.append(len(numbers))
         gaps = set(range(first[kind], max(numbers, default=-1) + 1)) - numbers
         if gaps:
-            raise Problem(f"the TensorFlow checkpoint is incomplete: {kind}_{min(gaps)} is missing")
+            raise Problem(f"the TensorFlow checkpoint is incomplete: {kind}_{min(gaps)} is missing; fetch it again")
     name = next((arch for arch in _ARCHS if list(map(len, targets(arch))) == counts), None)
     if name is None:
         raise Problem(
-            f"the TensorFlow checkpoint has {counts[0]} convolutions and {counts[1]} batch norms, which no ResNet of "
-            "SimCLR has: is it complete? (ResNet-50: 53 and 53; with selective kernels 87 and 71)"
+            f"the TensorFlow checkpoint has {counts[0]} convolutions and {counts[1]} batch norms. No ResNet of "
+            "SimCLR has these numbers (ResNet-50: 53 and 53; with selective kernels 87 and 71); it may be incomplete"
         )
     numbered = {key: f"{name}/{m[1]}/{int(m[2] or 0) - first[m[1]]}/{m[3]}" for key, m in matches.items()}
     return {numbered.get(key, key): value for key, value in named.items()}

@@ -51,7 +51,7 @@ def read(path: Path) -> Contents:
     except OSError as error:
         raise Problem(f"{path} cannot be read: {error.strerror or error}") from error
     except (MemoryError, RecursionError) as error:
-        raise Problem(f"{path} asks for more memory than there is") from error
+        raise Problem(f"{path} needs more memory than this machine has") from error
 
 
 def _read(path: Path) -> Contents:

@@ -62,6 +62,6 @@ class Allowance:
 
     def spend(self, count: int) -> None:
         """Take `count` bytes before they are made, or refuse."""
-        why = "is refused, for its contents would unfold to many times the size of the file"
+        why = "is refused: its contents would unfold to many times the size of the file"
         require(0 <= count <= self._left, why)
         self._left -= count

@@ -168,7 +168,7 @@ def judge(module: object, name: object, known: Holds[str]) -> Name:
 def acting(name: str) -> Refused:
     """The refusal of a file that would act."""
     return Refused(
-        f"is refused, for it asks to run {name}, which no checkpoint needs; do not load it with "
+        f"is refused: it asks to run {name}, which no checkpoint needs; do not load it with "
         "another tool unless you trust where it comes from"
     )
 

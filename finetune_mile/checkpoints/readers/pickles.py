@@ -331,7 +331,7 @@ class Machine:
 _REFUSED = {
     **dict.fromkeys(
         (pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0]),
-        "is refused, for it calls on copyreg's extension registry, which no checkpoint needs",
+        "is refused: it uses copyreg's extension registry, which no checkpoint needs",
     ),
     **dict.fromkeys(
         (pickle.PERSID[0], pickle.NEXT_BUFFER[0], pickle.READONLY_BUFFER[0]),

@@ -27,7 +27,7 @@ _LARGEST_SIDE = 2**40
 
 def check_shape(shape: Any) -> tuple[int, ...]:
     require(
-        isinstance(shape, tuple | list) and len(shape) <= 32, "is damaged: the shape of a tensor in it is not a shape"
+        isinstance(shape, tuple | list) and len(shape) <= 32, "is damaged: the shape of a tensor in it is not valid"
     )
     require(
         all(type(side) is int and 0 <= side <= _LARGEST_SIDE for side in shape),
@@ -134,7 +134,7 @@ class Kind:
             isinstance(state, tuple) and len(state) >= 8 and state[1] in ("<", ">", "|", "="),
             "is damaged: a numpy dtype in it has no byte order",
         )
-        require(state[2:5] == (None, None, None), "holds a numpy array of records, which no weights are")
+        require(state[2:5] == (None, None, None), "holds a numpy array of records; only numbers are read")
         self.order = ">" if state[1] == ">" else "<"
 
     def numbers(self) -> np.dtype[Any]:
@@ -158,7 +158,7 @@ def _make_kind(code: Any) -> Kind:
         code = code.removesuffix("DType").lower() if code.endswith("DType") else code.rstrip("_")
         if code == "bfloat16":
             return Kind("bfloat16")
-    require(isinstance(code, str) and len(code) <= 20, "is damaged: a numpy dtype in it is not one")
+    require(isinstance(code, str) and len(code) <= 20, "is damaged: a numpy dtype in it is not valid")
     order = code[0] if code[:1] in ("<", ">", "|", "=") else ""
     code = code.removeprefix(order)
     return Kind(_SPELT_OUT.get(code, code), order or "<")
@@ -262,7 +262,7 @@ def _is_scalar(value: Any) -> bool:
 def _encode(args: Args, allowance: Allowance) -> bytes | Blob:
     """`_codecs.encode`, as Python 2 protocols spell bytes: latin-1 and nothing else."""
     text, codec = args
-    require(codec in ("latin1", "latin-1"), "is refused, for it uses _codecs.encode for more than latin-1 bytes")
+    require(codec in ("latin1", "latin-1"), "is refused: it uses _codecs.encode for more than latin-1 bytes")
     if isinstance(text, Blob):
         allowance.spend(text.count)
         return replace(text, form="latin-1")
@@ -290,14 +290,14 @@ def _mapping(args: Args, allowance: Allowance) -> dict[Any, Any]:
     if len(args) == 1 and isinstance(args[0], list):
         allowance.spend(_ENTRY * len(args[0]))
         return {check_key(key, allowance): value for key, value in args[0]}
-    raise Refused("is damaged: a dict in it is made of something else")
+    raise Refused("is damaged: the contents of a dict in it are not valid")
 
 
 def _sequence(args: Args, _: Allowance) -> Any:
     """`list`, `tuple`, `torch.Size`: what they were given."""
     if not args:
         return []
-    require(isinstance(args[0], list | tuple), "is damaged: a list in it is made of something else")
+    require(isinstance(args[0], list | tuple), "is damaged: the contents of a list in it are not valid")
     return args[0]
 
 
@@ -314,7 +314,7 @@ def make_set(args: Args, allowance: Allowance) -> set[Any]:
 
 def _type(args: Args, _: Allowance) -> Name:
     """`type(None)` is how None's class is pickled; anything else makes classes."""
-    require(args == (None,), "is refused, for it asks to run builtins.type, which no checkpoint needs")
+    require(args == (None,), "is refused: it asks to run builtins.type, which no checkpoint needs")
     return Name("builtins.NoneType")
 
 

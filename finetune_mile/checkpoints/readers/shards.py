@@ -50,7 +50,7 @@ def read_index(index: Path, read: Callable[[Path], Contents]) -> Contents:
 
 def _places(index: Path) -> dict[str, str]:
     """The name of every tensor, and the file that it is in."""
-    require(index.stat().st_size <= _LARGEST, f"is larger than {_LARGEST // 2**20} MB, which no index is")
+    require(index.stat().st_size <= _LARGEST, f"is larger than {_LARGEST // 2**20} MB, too large for an index")
     try:
         content = json.loads(index.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -98,7 +98,9 @@ def read_checkpoint(index: Path) -> Contents:
 
 def _read_bundle(index: Path, home: Path, container: Container) -> Contents:
     """Every variable of numbers, and the full names of the object graph."""
-    require(index.suffix == ".index", "is a TensorFlow index under another name; call it *.index, as its data files")
+    require(
+        index.suffix == ".index", "is a TensorFlow index without the ending .index; rename it to match its data files"
+    )
     file = _open_inside(index, home)
     require(file.size <= _LARGEST_INDEX, f"has an index of {file.size} bytes, more than any checkpoint needs")
     entries = table(bytes(file.view))
@@ -129,7 +131,7 @@ def _open_inside(path: Path, home: Path) -> MappedFile:
     """Map a file in `home`; a link must not lead out of it."""
     require(
         path.resolve().is_relative_to(home.resolve()),
-        f"is refused, for {path.name} is a link that leads out of the folder; copy the file",
+        f"is refused: {path.name} is a link to a file outside of the folder; copy the file",
     )
     return MappedFile(path)
 

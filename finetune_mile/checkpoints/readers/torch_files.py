@@ -111,16 +111,16 @@ def _list_records(file: MappedFile) -> dict[str, tuple[int, int]]:
         name = entry.filename
         require(
             not (name.startswith("/") or "\\" in name or ".." in name.split("/")),
-            "is refused, for its archive has names that lead out of it",
+            "is refused: its archive has names that point outside of it",
         )
-        require(name not in records, "is refused, for its archive has two records of one name")
+        require(name not in records, "is refused: its archive has two records of one name")
         if entry.compress_type or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
             raise Refused(
                 "is a compressed or encrypted zip file, which torch.save never writes; unpack it "
                 "and give what is inside"
             )
         start = _locate(file, entry)
-        require(entry.header_offset >= free, "is refused, for its archive has records that overlap")
+        require(entry.header_offset >= free, "is refused: its archive has records that overlap")
         free = start + entry.file_size
         records[name] = start, entry.file_size
     return records
@@ -266,7 +266,7 @@ class _Settler:
         settled, weight = self._settle(root, 0)
         require(
             weight <= max(_WIDEST, 8 * len(self._done)),
-            "is refused, for its nested lists would unfold to millions of items",
+            "is refused: its nested lists would unfold to millions of items",
         )
         for stub in self._stubs:  # grows during the loop
             for part in ("args", "state", "elements", "entries"):
@@ -289,7 +289,7 @@ class _Settler:
         if id(node) in self._done:
             return self._done[id(node)][1:]
         if depth > _DEEPEST or id(node) in self._open:
-            raise Refused("is refused, for its containers are nested without end")
+            raise Refused("is refused: its containers are nested without end")
         self._open.add(id(node))
         weight, settled = 1, node
         if isinstance(node, Stub):

@@ -39,7 +39,7 @@ def load(where: str) -> Data:
         names = (options["val"],) if "val" in options else VAL_NAMES
         folders = [root / "train", *(root / name for name in names if (root / name).is_dir())][:2]
         if len(folders) == 1 and labelled:
-            raise Problem(f"{flag}: there is a train/ but no {names[0]}/ beside it")
+            raise Problem(f"{flag}: there is a train/ but no {names[0]}/ beside it; add it")
         if len(folders) == 2 and folders[1].name != "test" and labelled and (root / "test").is_dir():
             folders.append(root / "test")
         extra = next((root / name for name in UNLABELLED if (root / name).is_dir()), None)

@@ -184,7 +184,7 @@ def load_webvision(where: str) -> Data:
     if wrong:
         raise Problem(f"{flag}: parts={wrong[0]} is neither google nor flickr")
     info = root / "info" if (root / "info").is_dir() else root
-    advice = "; is this WebVision 1.0 with its info/?"
+    advice = "; expected WebVision 1.0 with its folder info/"
     synsets = [line.split(maxsplit=1)[0] for line in read_lines(info / "synsets.txt", flag, advice)]
     limit = options.get("classes", str(len(synsets)))
     if not limit.isdecimal() or len(limit) > 9 or not 2 <= int(limit) <= len(synsets):

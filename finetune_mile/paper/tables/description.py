@@ -15,6 +15,7 @@ from finetune_mile.core.types import Section
 
 Settings = dict[str, Any]  # recipe keys, dotted or nested; also `recipe`
 Seeds = tuple[int, ...]
+EXTRA = {"html": "ledger.html", "csv": "ledger.csv", "latex": "ledger.tex"}  # written on demand: `--format`
 
 
 class Row(Section):
@@ -253,7 +254,7 @@ def _wrong_in_block(table: Table, block: TableBlock) -> list[str]:
     for name, parts in block.means.items():
         wrong += _missing(f"means {name}", "column", parts, block.columns)
         if name in block.columns or not parts:
-            wrong.append(f"means {name}: must name some columns, and be no column itself")
+            wrong.append(f"means {name}: must name columns, and must not be a column itself")
     wrong += _missing("paper", "row", block.paper, block.rows)
     for name, columns in block.paper.items():
         wrong += _missing(f"paper {name}", "column", columns, block.shown_columns)

@@ -255,7 +255,9 @@ def _outcome_of(worker: _Worker) -> Outcome:
         code = worker.process.exitcode
         if code == -signal.SIGTERM:  # it came before the run had a handler for it
             return Outcome(key=key, code=128 + signal.SIGTERM, seconds=0.0, last_line="stopped")
-        return Outcome(key=key, code=1, seconds=0.0, last_line=f"its process ended (exit code {code}); out of memory?")
+        return Outcome(
+            key=key, code=1, seconds=0.0, last_line=f"its process ended (exit code {code}), perhaps out of memory"
+        )
     return outcome
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem
-from finetune_mile.paper.tables.description import Table
+from finetune_mile.paper.tables.description import EXTRA, Table
 from finetune_mile.paper.tables.ledger import BlockLedger, Cell, Ledger, Spread, make_ledger
 from finetune_mile.paper.tables.plot import draw
 from finetune_mile.paper.tables.runs import RunRecord, RunState, read_records, records_of, write_records
@@ -29,7 +29,7 @@ PREDICTED = {
 }
 WIDE = 6  # column x measure pairs that fit side by side
 NOISE = (
-    "Ours: mean ± standard deviation over seeds. Verdict: within noise where the paper's number lies inside the 95 % "
+    "Ours: mean ± standard deviation over seeds. Verdict: within noise where the paper's number is inside the 95 % "
     "prediction interval of one more run, t(n - 1) x sd x sqrt(1 + 1/n) around our mean; one seed has no verdict."
 )
 
@@ -317,9 +317,6 @@ def terminal(ledger: Ledger) -> Group:
 
 
 # -------------------------------------------------------------------------------------------------------------- files
-
-
-EXTRA = {"html": "ledger.html", "csv": "ledger.csv", "latex": "ledger.tex"}  # written on demand: `--format`
 
 
 def write_ledger(
