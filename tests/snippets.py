@@ -1,12 +1,16 @@
 """The snippets of documents and model cards, and how tests execute them."""
 
 import io
+import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+
+from shortcuts import ROOT
 
 from finetune_mile import cli
 
@@ -26,38 +30,50 @@ def run_python(path):
     return left
 
 
-def commands(text):
-    """The commands of a document's bash blocks, as lists of words: lines joined, comments and redirections left out."""
-    found = []
-    for block in blocks(text, "bash|sh"):
-        for line in block.replace("\\\n", " ").splitlines():
-            reader = shlex.shlex(line, posix=True, punctuation_chars="|&>")
-            reader.whitespace_split = True
-            words = [*reader, "&&"]
-            while "&&" in words:
-                part, words = words[: (end := words.index("&&"))], words[end + 1 :]
-                found += [part[part.index("|") + 1 :] if "|" in part else part]
-    return [words[: words.index(">")] if ">" in words else words for words in found if words]
+def lines(text):
+    """The commands of a document's bash blocks, as texts: lines joined, split at &&, comments left out."""
+    joined = "".join(blocks(text, "bash|sh")).replace("\\\n", " ")
+    parts = [part for line in joined.splitlines() for part in re.sub(r"(^|\s)#.*", "", line).split("&&")]
+    return [" ".join(part.split()) for part in parts if part.strip()]
 
 
-def run_shell(path, monkeypatch, more=None, skip=()):
-    """Execute the lines of the bash blocks of a document in this process: {line: (exit code, what it printed)}.
+def parts_of(line):
+    """(what is piped into a command, the command, the file that it writes) of a line."""
+    command, _, target = line.partition(" > ")
+    before, _, command = command.rpartition(" | ")
+    return before, command, target
 
-    `more` has flags for each verb that are added, to make it short; lines that contain a text of `skip` are left out.
+
+def run_shell(path, monkeypatch, more=lambda words: (), skip=()):
+    """Execute the commands of the bash blocks of a document: {line: (exit code, what it printed)}.
+
+    Ours are executed in this process, launchers and other programs in one of their own. `more` gives the words that are
+    added to a command, to make it short; lines that begin with a text of `skip` are left out.
     """
     done = {}
-    for line in "".join(blocks(Path(path).read_text(), "bash|sh")).splitlines():
-        if any(text in line for text in skip):
+    for line in lines(Path(path).read_text()):
+        if line.startswith(tuple(skip)):
             continue
-        command, _, target = line.partition(" > ")
-        before, pipe, command = command.rpartition(" | ")
-        if pipe:
+        before, command, target = parts_of(line)
+        if before:
             monkeypatch.setattr(sys, "stdin", io.StringIO(subprocess.check_output(before, shell=True, text=True)))
-        words = shlex.split(command, comments=True)
-        assert words[0] == "finetune-mile", line
-        out = io.StringIO()
+        words = shlex.split(command)
+        words += more(words)
+        out, code = io.StringIO(), 0
         with redirect_stdout(out):
-            code = cli.main([*words[1:], *(() if "--resume" in words else (more or {}).get(words[1], ()))])
+            if words[0] == "export":
+                monkeypatch.setenv(*words[1].split("="))
+            elif words[0] == "finetune-mile":
+                code = cli.main(words[1:])
+            elif words[0] == "python" and words[1].endswith(".py"):
+                monkeypatch.setattr(sys, "argv", words[1:])
+                runpy.run_path(words[1], run_name="__main__")
+            else:
+                path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+                env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+                ended = subprocess.run(["env", *words], env=env, capture_output=True, text=True, timeout=300)
+                code = ended.returncode
+                out.write(ended.stdout + ended.stderr)
         if target:
             Path(target).write_text(out.getvalue())
         done[line] = code, out.getvalue()

@@ -103,12 +103,12 @@ def write_bundle(
     prefix: Path, arrays: dict[str, np.ndarray], *, full_names: dict[str, str] | None = None, shards: int = 1
 ) -> None:
     """An honest checkpoint: variables in turn over the shards, and an object graph if wanted."""
-    data = [b""] * shards
+    data = [bytearray() for _ in range(shards)]
     entries = {b"": header(shards)}
     if full_names is not None:
         packed = string_tensor(graph(full_names))
         entries[b"_CHECKPOINTABLE_OBJECT_GRAPH"] = entry(7, (), 0, 0, len(packed))
-        data[0] = packed
+        data[0] += packed
     for number, (key, array) in enumerate(sorted(arrays.items())):
         shard = number % shards
         raw = array.tobytes()
