@@ -23,6 +23,7 @@ _TYPES: dict[str, tuple[int | None, str, float, Preprocess]] = {
     "deit": (12, "gelu", 1e-12, _BICUBIC),
     "vit_mae": (12, "gelu", 1e-12, _BICUBIC),
     "vit_msn": (12, "gelu", 1e-6, _BICUBIC),
+    "ijepa": (12, "gelu", 1e-12, Preprocess()),
     "dinov2": (12, "gelu", 1e-6, _BICUBIC),
     "dinov2_with_registers": (12, "gelu", 1e-6, _BICUBIC),
     "clip_vision_model": (12, "quick_gelu", 1e-5, _CLIP),
