@@ -200,6 +200,14 @@ def test_convnext_and_swin_flat_and_as_solo_learn_writes_them(
     torch.testing.assert_close(loaded(found, size), features(network, size), rtol=0, atol=1e-6)
 
 
+def test_a_network_with_names_of_its_own_is_sent_to_python(tmp_path: Path) -> None:
+    """torchvision's Swin is timm's under other names, so that --arch timm:NAME does not help."""
+    torch.save(torchvision.models.swin_t().state_dict(), tmp_path / "swin.pth")
+    for arch in (None, "timm:swin_tiny_patch4_window7_224"):
+        with pytest.raises(Problem, match=r"If the names are timm's, .*finetune_mile\.train\(init=NETWORK\)"):
+            finetune_mile.load(str(tmp_path / "swin.pth"), arch=arch)
+
+
 def test_a_network_of_timm_keeps_query_key_and_value_apart(tmp_path: Path) -> None:
     """CaiT's class attention: in its flat file, by the printed `--arch timm:NAME`, and in our own export of it."""
     network = make("cait_xxs24_224")

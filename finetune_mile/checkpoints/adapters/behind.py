@@ -205,6 +205,6 @@ def no_backbone(paths: Mapping[str, Tensor], source: str) -> Problem:
     sample = ", ".join(sorted(paths)[:3])
     return Problem(
         f"{source}: unknown format, and no ResNet or vision transformer behind any prefix (its {len(paths)} tensors "
-        f"are called {sample}, ...); if timm has this network, say --arch timm:NAME; docs/checkpoints.md lists the "
-        "formats"
+        f"are called {sample}, ...). If the names are timm's, say --arch timm:NAME; otherwise load the network in "
+        "Python and use finetune_mile.train(init=NETWORK) (docs/python.md). docs/checkpoints.md lists the formats"
     )
