@@ -77,6 +77,7 @@ def test_f1_overwrite_keeps_and_names_what_a_run_did_not_write(tmp_path, capsys)
     assert "seed: 1\n" in (out / "recipe.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_f1_pseudo_labels_on_a_scratch_disk_leave_the_disk_alone(tmp_path):
     """`pseudo_labels` was a link to a scratch disk, and everything else on that disk was removed."""
     out, scratch = tmp_path / "run", tmp_path / "scratch"
@@ -168,6 +169,7 @@ def contents_equal(a, b):
     return type(a) is type(b) and a == b
 
 
+@pytest.mark.slow
 def test_f2_a_flipped_bit_is_never_trained_on(stopped, tmp_path):
     """13 of 20 flips gave other weights without a word: now a flip is either told or changes nothing that is read."""
     from finetune_mile.training.resume import load_latest
@@ -302,6 +304,7 @@ RunFolder.create(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", ["nothing", "a run"])
 def test_f11_a_run_folder_is_complete_or_made_anew_by_the_same_command(tmp_path, over):
     """Killed between the rename and run.json, a run never got init.json, split.json and most of run.json."""

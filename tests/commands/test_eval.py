@@ -147,6 +147,7 @@ def test_a_run_scores_as_it_did_and_is_compared_image_by_image(run_demo, tmp_pat
     assert "must have seen the same images" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_processes_see_every_image_once(photos, network, tmp_path):
     part = ["--data", str(photos), "--workers", "0", "--batch-size", "4"]
     flags = ["--model", "timm:test_resnet", "--weights", str(network[1]), *part]

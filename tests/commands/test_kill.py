@@ -65,6 +65,7 @@ def test_a_few_kills_change_nothing(tmp_path):
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_says_so(tmp_path):
     out = tmp_path / "run"
     process = start(*FLAGS, "--out", str(out))
@@ -232,6 +233,7 @@ def test_two_machines_on_loopback_are_two_processes(tmp_path):
     assert stops.same_weights(out, stops.complete(tmp_path, "torchrun"))
 
 
+@pytest.mark.slow
 def test_two_sigterms_are_one(tmp_path):
     """torchrun repeats to its processes what SLURM has sent to all of them."""
     out = tmp_path / "run"

@@ -65,6 +65,7 @@ def flags(weights, imagenet, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_it_explains_trains_stops_resumes_and_evaluates(flags, imagenet, tmp_path, monkeypatch, capsys, stop_at):
     assert main([*flags, "--explain"]) == 0
     printed = capsys.readouterr().out

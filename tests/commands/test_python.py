@@ -265,6 +265,7 @@ def test_networks_that_have_a_name_keep_it(tmp_path):
         assert run.classifier().predict(PICTURES[0][0])[0][0] in ("0", "1", "2"), "no network is needed to load it"
 
 
+@pytest.mark.slow
 def test_embed_probe_and_evaluate_return_what_the_commands_write(tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
     paths, labels = listed(tmp_path / "files")

@@ -107,6 +107,7 @@ def test_a_resume_inside_an_imitation_reads_the_labels_and_distrusts_strange_one
     assert same(stopped, whole)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_labelling_leaves_whole_blocks(run_demo, tmp_path):
     out, code = tmp_path / "killed", f"""
 import os, signal, sys
