@@ -220,7 +220,7 @@ def shorter(words):
     if "--resume" in rest and "auto" not in rest:
         return []
     if "--recipe" in rest and "--init" not in rest:
-        return FEW
+        return [*FEW, *(["--k-t", "4", "--k-s", "4"] if "mile" in rest else [])]
     imagenet = verb in ("run", "preflight") and "--init" in rest and "--data" not in rest
     gentle = ["--split", "list.txt", "--lr", "1e-4", "--set=optimizer.head_lr=1e-4"]  # the weights are random
     return [*MORE.get(verb, ()), *(gentle if imagenet else [])]
