@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import shutil
-import socket
-import time
-import urllib.error
-import urllib.request
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -22,15 +17,11 @@ from finetune_mile.core.files import write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Section
 
-_CHUNK = 1 << 20
-_TRIES = 2  # in a row without a single new byte, for each mirror
-_PAUSE = 0.5  # seconds before the next try, doubled each time
-_TIMEOUT = 30.0
-_PAGE = "a web page, not a file; the address may need a login"
-_NETWORK = (urllib.error.URLError, http.client.HTTPException, OSError)
+CHUNK = 1 << 20
+PAGE = "a web page, not a file; the address may need a login"
 
 
-class _WrongBytes(Exception):
+class WrongBytes(Exception):
     """The file is not the one that was published."""
 
 
@@ -49,12 +40,12 @@ class RemoteFile(Section):
     @classmethod
     def _only_https(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
-            if not _is_https(url):
+            if not is_https(url):
                 raise ValueError(f"{url}: only https is fetched")
         return urls
 
 
-def _is_https(url: str) -> bool:
+def is_https(url: str) -> bool:
     """Whether a file may be fetched from there; plain http on this very machine is for tests."""
     parts = urlsplit(url)
     return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1"))
@@ -95,96 +86,26 @@ def _fetch_file(remote: RemoteFile, folder: Path, missing: list[RemoteFile]) -> 
             return
         try:
             return _accept(target, remote, target)
-        except _WrongBytes as error:
+        except WrongBytes as error:
             raise Problem(f"{target} is damaged or another file ({error}); delete it, it is fetched again") from error
+    from finetune_mile.core.transfer import transfer  # the network's modules would slow down every --help
+
     part = folder / f"{remote.name}.part"
     reasons = []
     for url in remote.urls:
         try:
-            _download(url, part, remote)
+            transfer(url, part, remote)
             return _accept(part, remote, target)
-        except _WrongBytes as error:
+        except WrongBytes as error:
             part.unlink(missing_ok=True)
             part.with_name(f"{part.name}.tag").unlink(missing_ok=True)
             reasons.append(f"{url}: {error}")
-        except _NETWORK as error:
+        except OSError as error:
             where = f"{url}: " if len(remote.urls) > 1 else ""
             reasons.append(f"{where}{getattr(error, 'reason', None) or error}")
     urls = " and ".join(other.urls[0] for other in missing)
     there = f"put it at {target}" if len(missing) == 1 else f"put both into {folder}"
     raise Problem(f"{remote.name} could not be fetched ({'; '.join(reasons)}); fetch {urls} elsewhere and {there}")
-
-
-# ------------------------------------------------------------------------------------ the transfer
-
-
-class _OnlyHttps(urllib.request.HTTPRedirectHandler):
-    def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
-    ) -> urllib.request.Request | None:
-        if not _is_https(newurl):
-            raise urllib.error.URLError(f"redirected to {newurl}, which is not https")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _download(url: str, part: Path, remote: RemoteFile) -> None:
-    """Bring `part` to its full length, from where an earlier attempt ended."""
-    failures = 0
-    while failures <= _TRIES:
-        before = part.stat().st_size if part.exists() else 0
-        try:
-            if _transfer(url, part, remote):
-                return
-        except urllib.error.HTTPError as error:
-            if error.code != 416 or not before:
-                raise
-            part.unlink()  # longer than what the server has: start anew
-        except _NETWORK as error:
-            offline = isinstance(getattr(error, "reason", None), socket.gaierror) and not before
-            if failures == _TRIES or offline:
-                raise
-        failures = 0 if part.exists() and part.stat().st_size > before else failures + 1
-        time.sleep(_PAUSE * 2**failures)
-    raise urllib.error.URLError("the connection breaks off again and again")
-
-
-def _transfer(url: str, part: Path, remote: RemoteFile) -> bool:
-    """One connection; True when the file is complete."""
-    from finetune_mile.core.console import progress
-
-    start = part.stat().st_size if part.exists() else 0
-    tag = part.with_name(f"{part.name}.tag")
-    request = urllib.request.Request(url, headers={"User-Agent": "finetune_mile", "Accept-Encoding": "identity"})
-    if start:
-        request.add_header("Range", f"bytes={start}-")
-        if tag.exists():
-            request.add_header("If-Range", tag.read_text(encoding="ascii"))
-    with urllib.request.build_opener(_OnlyHttps).open(request, timeout=_TIMEOUT) as answer:
-        if str(answer.headers.get("Content-Type", "")).lower().startswith(("text/html", "application/xhtml")):
-            raise _WrongBytes(_PAGE)
-        partial = answer.status == 206 and str(answer.headers.get("Content-Range", "")).startswith(f"bytes {start}-")
-        start = start if partial else 0
-        length = answer.headers.get("Content-Length")
-        total = start + int(length) if length is not None else None
-        if remote.bytes is not None and total is not None and total != remote.bytes:
-            raise _WrongBytes(f"the server has {total} bytes, expected {remote.bytes}")
-        etag = answer.headers.get("ETag") or ""
-        tag.unlink(missing_ok=True)
-        if etag.isascii() and etag and not etag.startswith("W/"):  # the next attempt asks whether the file is the same
-            tag.write_text(etag, encoding="ascii")
-        with (
-            part.open("ab" if partial else "wb") as file,
-            progress(remote.name, total, start=start, in_bytes=True) as advance,
-        ):
-            while block := answer.read(_CHUNK):
-                file.write(block)
-                advance(len(block))
-                if remote.bytes is not None and file.tell() > remote.bytes:
-                    raise _WrongBytes(f"more than the expected {remote.bytes} bytes came")
-    done = total is None or part.stat().st_size == total
-    if done:
-        tag.unlink(missing_ok=True)
-    return done
 
 
 # --------------------------------------------------------------------------------------- the check
@@ -216,18 +137,18 @@ def _recorded(target: Path) -> dict[str, Any]:
 def _accept(path: Path, remote: RemoteFile, target: Path) -> None:
     """Check `path` against what is published, or its first use; then it becomes `target`."""
     if _is_page(path):
-        raise _WrongBytes(_PAGE)
+        raise WrongBytes(PAGE)
     size = path.stat().st_size
     if remote.bytes is not None and size != remote.bytes:
-        raise _WrongBytes(f"{size} bytes, expected {remote.bytes}")
+        raise WrongBytes(f"{size} bytes, expected {remote.bytes}")
     sha256 = digest(path, "sha256")
     if remote.sha256 and sha256 != remote.sha256:
-        raise _WrongBytes(f"sha256 {sha256[:12]}..., expected {remote.sha256[:12]}...")
+        raise WrongBytes(f"sha256 {sha256[:12]}..., expected {remote.sha256[:12]}...")
     if remote.md5 and not digest(path, "md5").startswith(remote.md5):
-        raise _WrongBytes(f"md5 does not begin with {remote.md5}, as published")
+        raise WrongBytes(f"md5 does not begin with {remote.md5}, as published")
     first = _recorded(target).get("sha256", sha256)
     if not remote.sha256 and not remote.md5 and sha256 != first:
-        raise _WrongBytes(f"sha256 {sha256[:12]}..., at its first use it was {first[:12]}...")
+        raise WrongBytes(f"sha256 {sha256[:12]}..., at its first use it was {first[:12]}...")
     path.replace(target)
     facts = {"sha256": sha256, "bytes": size, "mtime_ns": target.stat().st_mtime_ns, "urls": list(remote.urls)}
     write_json(_record_of(target), facts)
@@ -238,7 +159,7 @@ def _unpack(archive: Path, start: str, folder: Path) -> None:
     try:
         with zipfile.ZipFile(archive) as source:
             members = [member for member in source.infolist() if Path(member.filename).name.startswith(start)]
-            if sum(member.file_size for member in members) > 10 * archive.stat().st_size + _CHUNK:
+            if sum(member.file_size for member in members) > 10 * archive.stat().st_size + CHUNK:
                 raise Problem(f"{archive} would unpack to far more than weights can be compressed; it is not unpacked")
             for member in members:
                 part = folder / f"{Path(member.filename).name}.part"

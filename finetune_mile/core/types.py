@@ -19,7 +19,7 @@ Policy = Literal["none", "trivial", "rand"]
 class Section(BaseModel):
     """Immutable settings; unknown keys raise an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False, defer_build=True)
 
 
 class Batch(NamedTuple):

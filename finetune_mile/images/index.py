@@ -1,7 +1,7 @@
 """Which images there are, how the bytes of one are read, and what happens to those that cannot be read.
 
 `ImageSet` is what every source gives. A source lists files (`scan_tree`, `tars.scan_tar`), numbers their classes and
-calls `to_set`. Torch is imported only when an image set is made.
+calls `to_set`. numpy and torch are imported when they are used: they would slow down every `--help`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from finetune_mile.core.files import LARGEST_IMAGE, cache, open_regular, read_regular, size_in_words, whole_file
 from finetune_mile.core.problems import BadImage, Problem
-from finetune_mile.images.order import Indices
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
+
+    from finetune_mile.images.order import Indices
+
+    Labels = npt.NDArray[np.int64] | npt.NDArray[np.int8]  # (N,), -1 = unlabelled; or (N, C) of 0 and 1
 
 T = TypeVar("T")
 Bytes = Callable[[int], bytes]
@@ -82,6 +84,8 @@ class Names(Sequence[str]):
 
     def __init__(self, blob: npt.NDArray[np.uint8], count: int) -> None:
         """Take over a block of `count` names, each ended by a zero byte."""
+        import numpy as np
+
         self.blob = blob
         self.ends: Indices = np.flatnonzero(blob == 0)
         if len(self.ends) != count:
@@ -89,6 +93,8 @@ class Names(Sequence[str]):
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Names:
+        import numpy as np
+
         listed = list(names)
         data = "".join(f"{name}\0" for name in listed).encode("utf-8", _ERRORS)
         return cls(np.frombuffer(data, dtype=np.uint8), len(listed))
@@ -241,6 +247,8 @@ def _cache_file(path: Path, kind: str) -> Path:
 
 def _load(path: Path) -> tuple[Scan | None, dict[str, int]]:
     """A scan and its stamp from the cache; None if it is not there or damaged, such as by a full disk."""
+    import numpy as np
+
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             content = {key: stored[key] for key in stored.files}
@@ -253,6 +261,8 @@ def _load(path: Path) -> tuple[Scan | None, dict[str, int]]:
 
 def _save(path: Path, scan: Scan, stamp: Mapping[str, int]) -> None:
     """Write a scan, unless its folders changed just now. A cache that cannot be written only costs the next start."""
+    import numpy as np
+
     if time.time() - max(stamp.values()) / 1e9 <= SETTLED:
         return
     content: dict[str, Any] = dict(scan.numbers)
@@ -342,11 +352,11 @@ class Joined(Generic[T]):
 # ------------------------------------------------------------------------------------ image sets
 
 MOST_CLASSES = 10**6  # class numbers are below this: each is an output of the network
-Labels = npt.NDArray[np.int64] | npt.NDArray[np.int8]  # (N,), -1 = unlabelled; or (N, C) of 0 and 1
 
 
 def to_set(ids: Sequence[str], labels: Labels, encoded: Bytes) -> ImageSet:
     """The image set of N images that a source lists in any order; it is sorted by id."""
+    import numpy as np
     import torch
 
     from finetune_mile.images.pipeline import decode_from
@@ -363,12 +373,16 @@ def to_set(ids: Sequence[str], labels: Labels, encoded: Bytes) -> ImageSet:
 
 def number(names: Sequence[str], classes: Sequence[str]) -> npt.NDArray[np.int64]:
     """(N,) the position of each image's class name in `classes`; -1 for "", an image without a label."""
+    import numpy as np
+
     position = {name: i for i, name in enumerate(classes)} | {"": -1}
     return np.array([position[name] for name in names], dtype=np.int64)
 
 
 def multi_hot(sets: Sequence[Sequence[str]], classes: Sequence[str]) -> npt.NDArray[np.int8]:
     """(N, C) of 0 and 1 from sets of class names; all of them must be known."""
+    import numpy as np
+
     position = {name: i for i, name in enumerate(classes)}
     matrix = np.zeros((len(sets), len(classes)), dtype=np.int8)
     for row, names in zip(matrix, sets, strict=True):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
-
-import numpy as np
+from typing import IO, Any
 
 from finetune_mile.core.files import open_regular
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.index import Names, Scan, scan_file
 
+STATE = "pack.json"  # `finetune-mile pack` writes it beside its shards
 _BLOCK = 512
 
 
@@ -26,6 +26,8 @@ def scan_tar(path: Path, *, nested: bool = False) -> Scan:
     """
 
     def scan() -> Scan:
+        import numpy as np
+
         try:
             descriptor = open_regular(path)
         except OSError as error:
@@ -65,3 +67,14 @@ def _members(stream: IO[bytes], path: Path, limit: int, nested: bool) -> Iterato
     stream.seek(end)
     if end + _BLOCK > limit or stream.read(_BLOCK) != bytes(_BLOCK):
         raise Problem(f"{path}: the tar file is cut off (its end mark is missing); fetch it again")
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What `finetune-mile pack` wrote about its shards."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        state = None
+    if not isinstance(state, dict) or not isinstance(state.get("classes"), list):
+        raise Problem(f"{path}: pack.json is damaged; remove {path.parent} and pack again")
+    return state

@@ -23,7 +23,7 @@ from finetune_mile.core.files import locked, whole_file, write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.index import write_list
 from finetune_mile.images.sources import load_data, split_name
-from finetune_mile.images.sources.wds import STATE, read_state
+from finetune_mile.images.tars import STATE, read_state
 
 if TYPE_CHECKING:
     from finetune_mile.images.index import Data, ImageSet

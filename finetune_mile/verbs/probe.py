@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from finetune_mile.checkpoints.init import Init
 from finetune_mile.config.flags import Parser
 from finetune_mile.core.files import write_json
@@ -81,6 +79,8 @@ def compute(
     options: argparse.Namespace, inits: list[Init], accelerator: Accelerator, signals: Signals
 ) -> dict[str, Any] | None:
     """What --json writes; None in other processes than the first."""
+    import numpy as np
+
     from finetune_mile.images.splits import labelled_pools
     from finetune_mile.measures.probing import majority, probe, ranking
 

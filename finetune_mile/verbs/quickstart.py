@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from finetune_mile.checkpoints.cards import Card, is_cached, list_cards, read_card
 from finetune_mile.checkpoints.init import Init
 from finetune_mile.config.flags import FORMAT, Parser
@@ -128,6 +126,8 @@ class Quickstart:
     began: float = 0.0
 
     def work(self) -> None:
+        import numpy as np
+
         from finetune_mile.images.splits import labelled_pools, one_label_each
         from finetune_mile.learning.probe import NEIGHBOURS
         from finetune_mile.measures.probing import doubtful, majority, probe
@@ -220,6 +220,8 @@ class Quickstart:
 
     def affordable(self, data: Data) -> float:
         """The share of the labels whose features can be had in the time; a few are timed."""
+        import numpy as np
+
         some = np.arange(min(len(data.val), 2 * TIMED))
         one = np.arange(1)
         self.features(data, {"train": one, "val": some[: len(some) // 2]})  # the first batch is slow
@@ -254,6 +256,7 @@ class Quickstart:
             For each method which validation images it gets right, (seeds, n); what `auto` measured, once per seed; the
             methods that these labels cannot be trained with, and why.
         """
+        import numpy as np
         import torch
 
         from finetune_mile.measures.probing import hits

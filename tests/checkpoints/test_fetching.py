@@ -16,7 +16,7 @@ import pytest
 
 from finetune_mile.checkpoints.cards import Card, folder_of, is_cached
 from finetune_mile.checkpoints.cards import fetch_card as fetch
-from finetune_mile.core import download
+from finetune_mile.core import transfer
 from finetune_mile.core.download import RemoteFile
 from finetune_mile.core.problems import Problem
 
@@ -41,7 +41,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(download, "_PAUSE", 0.001)
+    monkeypatch.setattr(transfer, "_PAUSE", 0.001)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

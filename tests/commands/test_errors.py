@@ -178,6 +178,21 @@ def test_the_help_of_a_verb_fits_a_screen_and_has_an_example(verb, monkeypatch, 
     assert "example" in said
 
 
+def test_the_help_of_no_verb_waits_for_slow_modules():
+    """numpy and the network's modules were half of the processor time of --help."""
+    code = f"""
+import contextlib, sys
+from finetune_mile.cli import main
+for verb in {[*cli.VERBS]!r}:
+    with contextlib.suppress(SystemExit):
+        main([verb, "--help"])
+    slow = {{"torch", "numpy", "http.client", "rich.progress", "jinja2", "filelock"}} & sys.modules.keys()
+    assert not slow, (verb, slow)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_version_and_tables_are_listed(capsys):
     assert main(["--version"]) == 0
     assert main(["table", "--list"]) == 0
