@@ -62,17 +62,17 @@ def plain_head(network: nn.Module) -> nn.Linear:
     """The classifier of a network for its features: a standardisation or a batch norm before it is folded in."""
     head, norm = get_head(network), getattr(network, "norm", None)
     if isinstance(head, StandardisedLinear):
-        mean, scale = head.mean.double(), head.scale.double()
+        mean, scale = head.mean.cpu().double(), head.scale.cpu().double()
     elif isinstance(network, OnFeatures) and isinstance(norm, nn.BatchNorm1d):
         assert norm.running_mean is not None
         assert norm.running_var is not None
-        mean, scale = norm.running_mean.double(), (norm.running_var.double() + norm.eps).rsqrt()
+        mean, scale = norm.running_mean.cpu().double(), (norm.running_var.cpu().double() + norm.eps).rsqrt()
     else:
         return copy.deepcopy(head)
     plain = nn.Linear(head.in_features, head.out_features)
-    weight = head.weight.double() * scale
+    weight = head.weight.cpu().double() * scale  # Apple's GPUs have no doubles
     plain.weight.copy_(weight)
-    plain.bias.copy_(head.bias.double() - weight @ mean)
+    plain.bias.copy_(head.bias.cpu().double() - weight @ mean)
     return plain
 
 

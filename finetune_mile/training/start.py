@@ -6,7 +6,7 @@ A probe and the nearest neighbours of a checkpoint's features are the two lines 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -54,7 +54,10 @@ def start_head(setup: Setup, *, fit: bool) -> dict[str, float] | None:
         tensor.data = broadcast(tensor.data)
     if not fit or setup.recipe.evaluate.images == 0:
         return None
-    return _lines(setup, features, given, _queries(setup), head)
+    queries = _queries(setup)
+    with torch.no_grad():
+        logits = head(queries.to(accelerator.device)).float().cpu()
+    return _lines(setup, features, given, queries, logits)
 
 
 def lines_to_beat(setup: Setup) -> dict[str, float] | None:
@@ -88,7 +91,7 @@ def lines_to_beat(setup: Setup) -> dict[str, float] | None:
     else:
         return None
     probe = fit_probe(bank, given_matrix(given, setup.num_classes), recipe.activation, seed=recipe.seed)
-    return _lines(setup, bank, given, queries, probe.logits)
+    return _lines(setup, bank, given, queries, probe.logits(queries))
 
 
 def _labelled(setup: Setup) -> Indices:
@@ -106,10 +109,7 @@ def _queries(setup: Setup) -> Tensor:
     return setup.viewer.outputs(Features(setup.network), setup.data.val, np.arange(len(setup.data.val)))
 
 
-@torch.no_grad()
-def _lines(
-    setup: Setup, bank: Tensor, given: Tensor, queries: Tensor, classify: Callable[[Tensor], Tensor]
-) -> dict[str, float]:
+def _lines(setup: Setup, bank: Tensor, given: Tensor, queries: Tensor, logits: Tensor) -> dict[str, float]:
     """Scores of a probe on the validation images, and the accuracy of k nearest neighbours.
 
     Args:
@@ -117,9 +117,8 @@ def _lines(
         bank: (m, D) features of labelled images.
         given: (m,) or (m, C) their labels.
         queries: (n, D) features of the validation images; NaN for those that cannot be read.
-        classify: features to logits (n, C).
+        logits: (n, C) of the probe for the queries; on the CPU, as all of these.
     """
-    logits = classify(queries.to(setup.accelerator.device)).float().cpu()
     scores, _ = setup.scores(logits, torch.arange(len(queries)))
     if setup.accelerator.is_main_process:
         good = ~queries.isnan().all(1)

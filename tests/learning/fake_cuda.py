@@ -2,9 +2,10 @@
 
     python tests/learning/fake_cuda.py FOLDER '["read"]' FLAGS
 
-trains the phases of a recipe by the real loop, evaluates and labels, and prints as JSON what a GPU would wait for or
-refuse: tensors of two devices in one operation, numbers and tensors that are read back, copies that block. The backward
-pass is left out (autograd's engine asks for a device): every gradient is an empty tensor.
+trains the phases of a recipe by the real loop, evaluates, labels and exports, and prints as JSON what a GPU would wait
+for or refuse: tensors of two devices in one operation, double precision (Apple's GPUs have none), numbers and tensors
+that are read back, copies that block. The backward pass is left out (autograd's engine asks for a device): every
+gradient is an empty tensor.
 """
 
 import json
@@ -83,7 +84,10 @@ class FakeGPU(TorchDispatchMode):
         if func not in COPIES:  # go on as if a tensor on the CPU had been on the GPU
             args, kwargs = tree_map(lambda t: self.moved(t) if any(t is h for h in here) else t, (args, kwargs))
         with self.fake:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        if any(isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in tree_flatten(result)[0]):
+            self.note("float64, which Apple's GPUs do not have,")
+        return result
 
     def moved(self, tensor):
         """A number may stay on the CPU."""
@@ -165,6 +169,7 @@ def make_mistakes(names):
     backward, prepare = LabelObjective.backward, Viewer.prepare
     ours = {
         "mixed": lambda images: images * torch.ones(3, 1, 1),
+        "double": lambda images: images.double().float(),
         "blocking": lambda images: images + torch.tensor([0.0], device=GPU),
     }
 
@@ -195,6 +200,7 @@ def play(folder, mistakes, flags):
     from finetune_mile.training.labelling import pool_labeller
     from finetune_mile.training.processes import Signals
     from finetune_mile.training.setup import set_up
+    from finetune_mile.training.start import lines_to_beat, start_head
     from finetune_mile.training.train import make_loop
 
     options = parse(flags)
@@ -212,6 +218,12 @@ def play(folder, mistakes, flags):
     said = {"precision": recipe.precision, "phases": len(setup.plan.phases), "steps": setup.plan.total_steps}
     said |= {"on": [name for name in SWITCHES if getattr(recipe, name) is True]}
     with gpu:
+        setup.network.to(GPU)
+        if recipe.head_init == "probe":
+            start_head(setup, fit=recipe.init != "none")
+        elif recipe.init != "none":
+            lines_to_beat(setup)
+        said["probe"] = dict(gpu.found)
         loop = make_loop(setup, RunFolder(folder), Display())
         setup.viewer.prepare(next(setup.feed("labelled", 0)).images)  # mean and std are copied once
         gpu.found.clear()
@@ -228,6 +240,9 @@ def play(folder, mistakes, flags):
             gpu.found.clear()
             pool_labeller(setup, loop.roles, folder, Display.labels)(phase)
             said["labelling"] = dict(gpu.found)
+        gpu.found.clear()
+        setup.exported(loop.learner())
+        said["export"] = dict(gpu.found)
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
     os._exit(0)  # torch may crash when fake tensors are taken down

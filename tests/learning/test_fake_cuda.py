@@ -51,8 +51,8 @@ def check(found, method="mile", precision="bf16"):
         often = {what for what in often if "GradScaler" not in what}
     assert often <= KNOWN.get(method, set())
     assert found["evaluation of 8"] == found["evaluation of 24"], "not for each batch"
-    for part in ("evaluation of 8", "labelling"):
-        assert not any("mixed" in what for what in found.get(part, {}))
+    for part in ("probe", "training", "evaluation of 8", "labelling", "export"):
+        assert not any("mixed" in what or "float64" in what for what in found.get(part, {})), found[part]
 
 
 def test_a_step_an_evaluation_and_a_labelling_do_not_wait(tmp_path):
@@ -65,12 +65,22 @@ def test_a_step_an_evaluation_and_a_labelling_do_not_wait(tmp_path):
 
 
 def test_mistakes_are_found(tmp_path):
-    found = simulate(tmp_path, *STEPS, "--set", "precision=bf16", mistakes=["read", "mixed", "blocking"])
+    found = simulate(tmp_path, *STEPS, "--set", "precision=bf16", mistakes=["read", "mixed", "blocking", "double"])
     assert [count for what, count in found["training"].items() if "a number is read" in what] == [12]
     assert any("devices are mixed by aten.mul" in what for what in found["training"])
+    assert any("float64" in what for what in found["training"])
     assert any("blocks" in what for what, count in found["training"].items() if count >= 12)
     with pytest.raises(AssertionError):
         check(found)
+
+
+@pytest.mark.parametrize("head_init", ["probe", "random"])
+def test_a_checkpoints_probe_and_export_run_on_a_gpu(tmp_path, head_init):
+    """The probe of other recipes mixed devices; a default run's export needed doubles (Apple's GPUs have none)."""
+    flags = ["--init", "simclr-demo", "--set", f"head_init={head_init}", "--set", "optimizer.name=relative"]
+    found = simulate(tmp_path, *STEPS, *flags, "--steps", "24", "--batch-size", "64", "--set", "precision=bf16")
+    check(found)
+    assert "a tensor is read back" in " ".join(found["probe"])
 
 
 @pytest.fixture(scope="module")
