@@ -65,7 +65,9 @@ class Optimizer(Section):
     name: Literal["sgd", "adamw", "lars", "relative"] = Field(
         description="relative: Adam whose rate for each tensor is a share of the tensor's own size"
     )
-    lr: float = Field(gt=0, description="relative: the share, such as 0.003")
+    lr: Positive | Literal["auto"] = Field(
+        description="relative: the share; auto: 0.006, and 0.003 below 200 labels or with a frozen trunk"
+    )
     head_lr: float | None = Field(gt=0, description="the classifier's own rate; null: the same")
     momentum: float = Field(ge=0, lt=1, description="adamw: its first beta")
     nesterov: bool
@@ -290,6 +292,8 @@ class Recipe(Section):
              f"head: {self.head} starts anew: use --head-init random, and leave --keep-head out"),
             (self.optimizer.name in ("lars", "relative") and self.optimizer.nesterov,
              f"optimizer.nesterov: true does not go with {self.optimizer.name}"),
+            (self.optimizer.name != "relative" and self.optimizer.lr == "auto",
+             f"optimizer.lr: auto is for the optimizer `relative`; give --lr a number for {self.optimizer.name}"),
             (self.optimizer.name == "relative" and self.optimizer.head_lr is not None,
              "optimizer.head_lr does not go with relative: each tensor has its own rate"),
             (self.patience is not None and self.evaluate.images == 0,

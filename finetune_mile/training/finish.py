@@ -78,7 +78,7 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder, chosen: dict[str
     for name, table in tables.items():
         write_per_class(folder.path / name, data.classes, table)
     write_json(folder.path / "results.json", results)
-    advice = lower_rates(recipe.optimizer.lr, recipe.optimizer.head_lr)
+    advice = lower_rates(float(recipe.optimizer.lr), recipe.optimizer.head_lr)
     warning, published = (  # what is published has no local path
         learned_nothing(results, steps=recipe.steps or 0, data=name, advice=advice) or worse_than_probe(results)
         for name in (recipe.data, data.name)

@@ -14,6 +14,7 @@ from finetune_mile.learning.phases import Budget, Phase
 LEAST_STEPS = 100  # of `epochs: auto`
 FEW_LABELS = 200  # below, a hold-out is noise
 MOST_LABELS = 20_000  # above, a trial would cost more than it can save
+RATE, FEW_RATE = 0.006, 0.003  # of `optimizer.lr: auto`, the second below FEW_LABELS
 HELD_OUT = 0.2  # share of the labels that a trial holds out
 
 
@@ -114,6 +115,11 @@ def steps_of_epochs(epochs: float, images: int, batch_size: int, rule: Literal["
 def auto_epochs(labelled: int) -> float:
     """Passes over so many labelled images: 10 of a thousand or fewer, 3 of ten thousand or more."""
     return min(max(10 * math.sqrt(1000 / labelled), 3.0), 10.0)
+
+
+def auto_rate(labelled: int, *, frozen: bool) -> float:
+    """The share of `optimizer.lr: auto`, for so many labelled images: less where no held-out labels can judge it."""
+    return FEW_RATE if labelled < FEW_LABELS or frozen else RATE
 
 
 def has_trial(recipe: Recipe, labelled: int) -> bool:

@@ -116,11 +116,12 @@ def make_loop(setup: Setup, folder: RunFolder, display: Display) -> Loop:
     state = recipe.rules.State(
         RunView(roles=roles, num_classes=setup.num_classes, given=images.given, held_out=setup.calibrate)
     )
+    lr = float(settings.lr)  # `set_up` has chosen it where it is auto
     if settings.name == "relative":
-        groups = relative_groups(network, lr=settings.lr, weight_decay=settings.weight_decay)
+        groups = relative_groups(network, lr=lr, weight_decay=settings.weight_decay)
     else:
         groups = parameter_groups(
-            network, lr=settings.lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay,
+            network, lr=lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay,
             layer_decay=settings.layer_decay,
         )  # fmt: skip
     groups += state.parameter_groups()
@@ -160,7 +161,7 @@ def alarm(setup: Setup) -> LossAlarm:
         labels = float(counts[given[:, 0] >= 0].mean())
     return LossAlarm(
         untrained_loss=recipe.rules.untrained_loss, num_classes=setup.num_classes, given_labels=labels,
-        head_bias=recipe.head_bias, advice=lower_rates(recipe.optimizer.lr, recipe.optimizer.head_lr),
+        head_bias=recipe.head_bias, advice=lower_rates(float(recipe.optimizer.lr), recipe.optimizer.head_lr),
     )  # fmt: skip
 
 

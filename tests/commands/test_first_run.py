@@ -65,6 +65,7 @@ def test_a_default_run_is_not_below_its_probe(photos, tmp_path, few, capsys):
     assert "method  mile (paper variant, except imitate_from: teacher, rho: 0.5, union: true): 12 steps" in printed
     recipe = (out / "recipe.yaml").read_text()
     assert "name: relative" in recipe
+    assert "lr: 0.006" in recipe
     assert "union: true" in recipe
     classifier = finetune_mile.load_classifier(str(out))
     files = sorted((photos / "val").rglob("*.png"))
@@ -186,6 +187,15 @@ def test_a_run_says_what_decides_how_far_its_weights_go():
     assert said[20_001] == how_far(recipe.model_copy(update={"keep": "last"}), 120) == ""
 
 
+def test_the_rate_is_lower_where_nothing_can_judge_it(capsys):
+    rates = {labels: planning.auto_rate(labels, frozen=False) for labels in (199, 200, 10**6)}
+    assert rates == {199: 0.003, 200: 0.006, 10**6: 0.006}
+    assert planning.auto_rate(10**6, frozen=True) == 0.003
+    assert main(["--data", "demo:100", "--init", "simclr-demo", "--set", "optimizer.name=sgd", "--explain",
+                 "--recipe", "finetune"]) == 2  # fmt: skip
+    assert "optimizer.lr: auto is for the optimizer `relative`; give --lr a number for sgd" in capsys.readouterr().err
+
+
 def test_a_method_line_says_where_it_departs_from_the_variant():
     mine = {"data": "folder:photos", "init": "simclr-demo"}
     assert variant_of(resolve(mine | {"rho": 0.25}, ["mile.union=false", "mile.imitate_from=student"]).recipe) == (
@@ -204,7 +214,7 @@ def test_no_warm_up_is_asked_for_where_the_classifier_starts_as_a_probe():
         return " ".join(unintended(recipe, plan, 600, num_classes=3))
 
     assert "near the prior" not in warnings()
-    assert "near the prior" in warnings("head_init=random", "optimizer.name=sgd", "keep=last")
+    assert "near the prior" in warnings("head_init=random", "optimizer.name=sgd", "optimizer.lr=0.1", "keep=last")
 
 
 @pytest.mark.parametrize("method", ["mile", pytest.param("softmax", marks=pytest.mark.slow)])
