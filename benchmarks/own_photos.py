@@ -22,7 +22,10 @@ import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from finetune_mile.training.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 FRACTIONS = ("0.01", "0.1")
@@ -49,8 +52,8 @@ def facts(run: Path) -> dict[str, Any]:
     results, split = (json.loads((run / name).read_text()) for name in ("results.json", "split.json"))
     decision = run / "trial/decision.json"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["kind"] == "train"]
-    imitations = [line for line in steps if line["phase"] == "imitation"]
+    labels = [line["labels_per_image"] for line in lines if "labels_per_image" in line]
+    plan = planned(run, split["labelled"])
     budgets = [yaml.safe_load(file.read_text())["steps"] for file in (run / "recipe.yaml", run / "trial/recipe.yaml")
                if file.is_file()]  # fmt: skip
     return {
@@ -58,12 +61,20 @@ def facts(run: Path) -> dict[str, Any]:
         "probe": results.get("probe_accuracy", math.nan),
         "share": json.loads(decision.read_text())["share"] if decision.is_file() else 0.5,
         "moved": moved(run),
-        "imitation": 100 * len(imitations) / len(steps),
-        "labels": statistics.fmean(line["labels_per_image"] for line in imitations) if imitations else 1.0,
+        "imitation": 100 * sum(each.steps for each in plan.phases if each.name == "imitation") / plan.total_steps,
+        "labels": statistics.fmean(labels) if labels else 1.0,
         "images": results["images"],
         "split": split["sha256"],
         "steps": budgets,
     }
+
+
+def planned(run: Path, labelled: int) -> Plan:
+    """The phases of a run with so many labelled images."""
+    from finetune_mile.run import resumed_settings
+    from finetune_mile.training.plan import make_plan
+
+    return make_plan(resumed_settings(run).recipe, {"labelled": labelled, "unlabelled": 0, "all": labelled})
 
 
 def recorded(file: Path) -> dict[str, dict[str, Any]]:
