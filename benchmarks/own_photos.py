@@ -54,18 +54,19 @@ def facts(run: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     labels = [line["labels_per_image"] for line in lines if "labels_per_image" in line]
     plan = planned(run, split["labelled"])
-    budgets = [yaml.safe_load(file.read_text())["steps"] for file in (run / "recipe.yaml", run / "trial/recipe.yaml")
+    recipes = [yaml.safe_load(file.read_text()) for file in (run / "recipe.yaml", run / "trial/recipe.yaml")
                if file.is_file()]  # fmt: skip
+    share = 1.0 if recipes[0]["keep"] == "last" else 0.5
     return {
         "accuracy": results["accuracy"],
         "probe": results.get("probe_accuracy", math.nan),
-        "share": json.loads(decision.read_text())["share"] if decision.is_file() else 0.5,
+        "share": json.loads(decision.read_text())["share"] if decision.is_file() else share,
         "moved": moved(run),
         "imitation": 100 * sum(each.steps for each in plan.phases if each.name == "imitation") / plan.total_steps,
         "labels": statistics.fmean(labels) if labels else 1.0,
         "images": results["images"],
         "split": split["sha256"],
-        "steps": budgets,
+        "steps": [recipe["steps"] for recipe in recipes],
     }
 
 
@@ -117,7 +118,7 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
     """The lines of the table; a cell that misses a bar is marked.
 
     The bars: not more than a point below the probe in the mean over seeds, nor the paired interval wholly below it; a
-    method not more than a point below the first one on the same labels.
+    method not more than a point below the first one on the same labels. Random weights have no bar.
     """
     done = recorded(options.record)
     yield "| checkpoint | photos | labels | method | seeds | probe | fine-tuned | over the probe | over "
@@ -147,12 +148,15 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
                         " **below**" if paired and statistics.fmean(paired) < -1 else "",
                     ]
                     versus = "" if first is accuracies or not paired else interval(paired) + marks[1]
-                    yield (
-                        f"| {init[0]} | {data[0]} | {float(fraction):.0%} | {method} | {len(cells)} "
-                        f"| {mean['probe']:.1f} | "
-                        f"{mean['accuracy']:.1f} | {interval(over)}{marks[0]} | {versus} | {mean['share']:.2f} | "
-                        f"{mean['moved']:.1f} % | {mean['imitation']:.0f} % | {mean['labels']:.2f} |\n"
-                    )
+                    columns = [
+                        f"{init[0]} | {data[0]} | {float(fraction):.0%} | {method} | {len(cells)}",
+                        f"{mean['probe']:.1f} | {mean['accuracy']:.1f} | {interval(over)}{marks[0]} | {versus}",
+                        f"{mean['share']:.2f} | {mean['moved']:.1f} %",
+                        f"{mean['imitation']:.0f} % | {mean['labels']:.2f}",
+                    ]
+                    if init[1].startswith("none"):  # no checkpoint: no probe, no way to go, no bar
+                        columns[1:3] = [f" | {mean['accuracy']:.1f} |  | {interval(paired) if versus else ''}", " | "]
+                    yield f"| {' | '.join(columns)} |\n"
 
 
 def pair(text: str) -> tuple[str, str]:
