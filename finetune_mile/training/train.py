@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import write_json
@@ -175,7 +176,7 @@ def choose_share(setup: Setup, folder: RunFolder) -> float:
 
     All the way for `keep: last`, and with very many labels. Otherwise a trial decides: a run that holds a fifth of the
     labels out, in a folder of its own inside the run's, where a stopped one is continued. It takes the first of SHARES
-    that is not worse on these labels than the first weights are. Few labels cannot judge: half the way.
+    that these labels do not reject. Few labels cannot judge: half the way.
     """
     if setup.recipe.keep == "last":
         return 1.0
@@ -201,15 +202,33 @@ def choose_share(setup: Setup, folder: RunFolder) -> float:
         )
     loop, _ = train_phases(trial, RunFolder.reopen(path))
     learner, first = loop.learner(), loop.roles.weights("init")
-    losses = {share: _held_out_loss(trial, between(learner, first, share)) for share in (*SHARES, 0.0)}
-    share = next((each for each in SHARES if losses[each] <= losses[0.0]), 0.0)
+    losses = {each: _held_out_losses(trial, between(learner, first, each)) for each in (*SHARES, 0.0)}
+    share = not_rejected(losses)
     if accelerator.is_main_process:
-        facts = {"share": share, "held_out": len(pools.calibration), "losses": {f"{k:g}": v for k, v in losses.items()}}
+        means = {f"{each:g}": float(some.mean()) for each, some in losses.items()}
+        facts = {"share": share, "held_out": len(pools.calibration), "losses": means}
         write_json(decided, facts)
         for checkpoint in RunFolder(path).saved():  # as large as those of the run, and of no more use
             checkpoint.unlink()
     accelerator.free_memory()
     return share
+
+
+def not_rejected(losses: Mapping[float, Tensor]) -> float:
+    """The first of SHARES that is not clearly worse than the first weights; 0 if both are.
+
+    Clearly: by more than two standard errors of the mean difference. Smaller differences are noise where few labels are
+    held out, and a run must not lose to noise what it learned.
+
+    Args:
+        losses: (n,) of the held-out images, by share; of the same images in all, with 0 for the first weights.
+    """
+
+    def clearly_worse(share: float) -> bool:
+        worse = losses[share] - losses[0.0]
+        return bool(worse.mean() > 2 * worse.std() / math.sqrt(len(worse)))
+
+    return next((share for share in SHARES if not clearly_worse(share)), 0.0)
 
 
 def _trial(setup: Setup, pools: Pools) -> Setup:
@@ -222,9 +241,9 @@ def _trial(setup: Setup, pools: Pools) -> Setup:
     return dataclasses.replace(setup, recipe=recipe, pools=pools, plan=plan, network=copy.deepcopy(setup.network))
 
 
-def _held_out_loss(trial: Setup, network: nn.Module) -> float:
-    """Minus the mean log share of the given label among the probabilities of all classes: more labels cost nothing."""
+def _held_out_losses(trial: Setup, network: nn.Module) -> Tensor:
+    """Minus the log share (n,) of each given label among the probabilities of all classes: more labels cost nothing."""
     logits, given = trial.calibrate(network)
     probabilities = trial.probabilities(logits.double())
     shares = probabilities / probabilities.sum(1, keepdim=True).clamp(min=1e-30)
-    return -float(shares.gather(1, given.unsqueeze(1)).clamp(min=1e-30).log().mean())
+    return -shares.gather(1, given.unsqueeze(1)).squeeze(1).clamp(min=1e-30).log()
