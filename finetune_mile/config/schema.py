@@ -66,8 +66,7 @@ class Optimizer(Section):
         description="relative: Adam whose rate for each tensor is a share of the tensor's own size"
     )
     lr: Positive | Literal["auto"] = Field(
-        description="relative: the share; auto: 0.006, more for the classifier of a short run (head_lr), and 0.003 "
-        "below 200 labels or with a frozen trunk"
+        description="relative: the share; auto: 0.006, and 0.003 below 200 labels or with a frozen trunk"
     )
     head_lr: float | None = Field(gt=0, description="the classifier's own rate; null: the same")
     momentum: float = Field(ge=0, lt=1, description="adamw: its first beta")
@@ -295,6 +294,8 @@ class Recipe(Section):
              f"optimizer.nesterov: true does not go with {self.optimizer.name}"),
             (self.optimizer.name != "relative" and self.optimizer.lr == "auto",
              f"optimizer.lr: auto is for the optimizer `relative`; give --lr a number for {self.optimizer.name}"),
+            (self.optimizer.name == "relative" and self.optimizer.head_lr is not None,
+             "optimizer.head_lr does not go with relative: each tensor has its own rate"),
             (self.patience is not None and self.evaluate.images == 0,
              "--patience needs evaluations, and evaluate.images is 0: leave one of them out"),
             (self.patience is not None and self.optimizer.ema is not None,

@@ -111,18 +111,13 @@ def decay_groups(
     return [g for g in groups if g["params"]]
 
 
-def relative_groups(
-    network: nn.Module, *, lr: float, head_lr: float | None, weight_decay: float
-) -> list[dict[str, object]]:
+def relative_groups(network: nn.Module, *, lr: float, weight_decay: float) -> list[dict[str, object]]:
     """A group for each tensor, whose rate is `lr` times the root mean square of the tensor as it is now.
-
-    The classifier's is `head_lr`, if given, times that.
 
     A bias can start at zero: it takes the size of the weight of its layer; the classifier's takes the mean length of
     the classifier's rows.
     """
     head, groups = get_head(network), list[dict[str, object]]()
-    in_head = {id(p) for p in head.parameters()}
     for module in network.modules():
         weight = getattr(module, "weight", None)
         for name, parameter in module.named_parameters(recurse=False):
@@ -133,7 +128,7 @@ def relative_groups(
                 size = float(weight.detach().float().square().mean().sqrt())
                 if module is head:
                     size = float(weight.detach().float().norm(dim=1).mean())
-            rate = (head_lr if head_lr is not None and id(parameter) in in_head else lr) * (size or LEAST_SIZE)
+            rate = lr * (size or LEAST_SIZE)
             decay = weight_decay if parameter.ndim > 1 else 0.0
             groups.append({"params": [parameter], "lr": rate, "base_lr": rate, "weight_decay": decay})
     return groups

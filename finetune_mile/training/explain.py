@@ -83,9 +83,7 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
         way = "on features that are computed once, without augmentation" if recipe.trunk == "frozen" else "on images"
         out.print(f"trunk   {recipe.trunk}: {learning:,} parameters learn, {way}")
     if recipe.head_init == "probe":
-        own = recipe.optimizer.head_lr
         rate = f", the learning rate of each tensor is {recipe.optimizer.lr:g} of its size"
-        rate += "" if own is None else f" ({own:.2g} for the classifier)"
         out.print(
             "start   the classifier is a linear probe of the labelled images"
             f"{', batch norm is frozen' if recipe.batch_norm == 'frozen' else ''}"

@@ -15,7 +15,6 @@ LEAST_STEPS = 100  # of `epochs: auto`
 FEW_LABELS = 200  # below, a hold-out is noise
 MOST_LABELS = 20_000  # above, a trial would cost more than it can save
 RATE, FEW_RATE = 0.006, 0.003  # of `optimizer.lr: auto`, the second below FEW_LABELS
-HEAD_WAY = 3.0  # steps times rate that a classifier has at least: a hundred steps of RATE would leave it near the probe
 HELD_OUT = 0.2  # share of the labels that a trial holds out
 
 
@@ -118,18 +117,9 @@ def auto_epochs(labelled: int) -> float:
     return min(max(10 * math.sqrt(1000 / labelled), 3.0), 10.0)
 
 
-def auto_rates(labelled: int, steps: int, *, frozen: bool) -> dict[str, float | None]:
-    """`lr` and `head_lr` of `optimizer.lr: auto`: less where no held-out labels can judge them.
-
-    Args:
-        labelled: how many images.
-        steps: of the run.
-        frozen: only a classifier learns.
-    """
-    if labelled < FEW_LABELS or frozen:
-        return {"lr": FEW_RATE, "head_lr": None}
-    head = HEAD_WAY / max(steps, LEAST_STEPS)
-    return {"lr": RATE, "head_lr": head if head > RATE else None}
+def auto_rate(labelled: int, *, frozen: bool) -> float:
+    """The share of `optimizer.lr: auto`, for so many labelled images: less where no held-out labels can judge it."""
+    return FEW_RATE if labelled < FEW_LABELS or frozen else RATE
 
 
 def has_trial(recipe: Recipe, labelled: int) -> bool:

@@ -37,7 +37,7 @@ from finetune_mile.measures.predictions import pick_probe, predict
 from finetune_mile.networks.heads import set_head
 from finetune_mile.networks.parts import choose_trainable, plain_head, recompute_blocks, set_drop_path
 from finetune_mile.networks.vits import join_options, split_options
-from finetune_mile.training.plan import Plan, auto_rates, labelled_per_batch, make_plan
+from finetune_mile.training.plan import Plan, auto_rate, labelled_per_batch, make_plan
 from finetune_mile.training.processes import Signals, on_device, start, stop_together
 
 PROBE_IMAGES = 1000
@@ -261,10 +261,8 @@ def set_up(recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, si
         raise Problem("sync_batch_norm: true needs GPUs; for several processes on CPUs use --set sync_batch_norm=false")
     data, pools, plan = lay_out(recipe)
     if recipe.optimizer.lr == "auto":
-        rates = auto_rates(len(pools.indices["labelled"]), plan.total_steps, frozen=recipe.trunk == "frozen")
-        if recipe.optimizer.head_lr is not None:
-            del rates["head_lr"]
-        recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=rates)})
+        rate = auto_rate(len(pools.indices["labelled"]), frozen=recipe.trunk == "frozen")
+        recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"lr": rate})})
     network, card, report = load_network(
         init, arch=recipe.arch, num_classes=len(data.classes), head_bias=recipe.head_bias,
         head_weight=recipe.head_weight, keep_head=recipe.keep_head, head_from=recipe.head_from,

@@ -119,7 +119,7 @@ def make_loop(setup: Setup, folder: RunFolder, display: Display) -> Loop:
     )
     lr = float(settings.lr)  # `set_up` has chosen it where it is auto
     if settings.name == "relative":
-        groups = relative_groups(network, lr=lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay)
+        groups = relative_groups(network, lr=lr, weight_decay=settings.weight_decay)
     else:
         groups = parameter_groups(
             network, lr=lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay,

@@ -56,7 +56,7 @@ def test_a_default_run_is_not_below_its_probe(photos, tmp_path, few, capsys):
     scores, decision = results(out), json.loads((out / "trial/decision.json").read_text())
     start = json.loads((out / "start.json").read_text())
     assert [scores["probe_accuracy"], scores["knn_accuracy"]] == [start["accuracy"], start["knn_accuracy"]]
-    assert scores["accuracy"] >= max(scores["probe_accuracy"] - 15, 60), "thirty images: this finds a collapse, no more"
+    assert scores["accuracy"] >= max(scores["probe_accuracy"] - 10, 60)
     assert decision["held_out"] == 12
     assert not list((out / "trial/checkpoints").glob("step-*")), "the trial's checkpoints are gone"
     assert decision["losses"].keys() == {"1", "0.5", "0"}
@@ -176,6 +176,7 @@ def test_a_model_that_is_worse_than_its_probe_says_so():
     ("flags", "sentence"),
     [
         (["--set", "optimizer.nesterov=true"], "optimizer.nesterov: true does not go with relative"),
+        (["--set", "optimizer.head_lr=0.1"], "optimizer.head_lr does not go with relative"),
         (["--keep-head", "fc"], "--keep-head and --head-init probe: give one of them"),
         (["--keep", "first"], "--keep first"),
     ],
@@ -197,29 +198,12 @@ def test_a_run_says_what_decides_how_far_its_weights_go():
 
 
 def test_the_rate_is_lower_where_nothing_can_judge_it(capsys):
-    rates = {labels: planning.auto_rates(labels, 1000, frozen=False)["lr"] for labels in (199, 200, 10**6)}
+    rates = {labels: planning.auto_rate(labels, frozen=False) for labels in (199, 200, 10**6)}
     assert rates == {199: 0.003, 200: 0.006, 10**6: 0.006}
-    assert planning.auto_rates(10**6, 100, frozen=True) == {"lr": 0.003, "head_lr": None}
+    assert planning.auto_rate(10**6, frozen=True) == 0.003
     assert main(["--data", "demo:100", "--init", "simclr-demo", "--set", "optimizer.name=sgd", "--explain",
                  "--recipe", "finetune"]) == 2  # fmt: skip
     assert "optimizer.lr: auto is for the optimizer `relative`; give --lr a number for sgd" in capsys.readouterr().err
-
-
-def test_the_classifier_of_a_short_run_has_a_higher_rate(photos, tmp_path, few, capsys):
-    """A hundred steps of 0.006 moved it by less than a third of its size: it stayed the probe's."""
-    heads = {steps: planning.auto_rates(300, steps, frozen=False)["head_lr"] for steps in (12, 100, 300, 500)}
-    assert heads == {12: 0.03, 100: 0.03, 300: 0.01, 500: None}
-    assert planning.auto_rates(29, 100, frozen=False)["head_lr"] is None
-    flags = [*LITTLE, "--data", f"folder:{photos}", "--keep", "last", "--set", "evaluate.images=0"]
-    for name, own in {"auto": [], "mine": ["--set", "optimizer.head_lr=0.02"], "none": ["--lr", "0.006"]}.items():
-        assert main([*flags, *own, "--out", str(tmp_path / name)]) == 0
-    said = capsys.readouterr().err
-    assert "is 0.006 of its size (0.03 for the classifier)" in said
-    assert "is 0.006 of its size (0.02 for the classifier)" in said
-    first = load_file(tmp_path / "none/export/model.safetensors")
-    moved = {name: load_file(tmp_path / name / "export/model.safetensors") for name in ("auto", "mine")}
-    far = {name: float((weights["fc.weight"] - first["fc.weight"]).norm()) for name, weights in moved.items()}
-    assert far["auto"] > far["mine"] > 0
 
 
 def test_a_method_line_says_where_it_departs_from_the_variant():

@@ -105,7 +105,7 @@ def test_a_relative_step_moves_every_tensor_by_a_share_of_its_size():
     new_head(network, 3, "prior")
     before = {name: tensor.detach().clone() for name, tensor in network.named_parameters()}
     optimizer = make_optimizer(
-        "relative", relative_groups(network, lr=0.01, head_lr=None, weight_decay=0.0), momentum=0.9, nesterov=False
+        "relative", relative_groups(network, lr=0.01, weight_decay=0.0), momentum=0.9, nesterov=False
     )
     set_rate(optimizer, 1.0)
     network(torch.randn(4, 3, 32, 32)).logsumexp(1).sum().backward()
