@@ -101,6 +101,15 @@ def compare(
     return comparisons
 
 
+def clearly_above(values: Tensor, others: Tensor) -> bool:
+    """Is the mean of values (N,) above that of others (N,), of the same units, by more than two standard errors?
+
+    Smaller differences are noise where there are few units.
+    """
+    more = values - others
+    return bool(more.mean() > 2 * more.std() / math.sqrt(len(more)))
+
+
 def sign_test(wins: int, losses: int) -> float:
     """Two-sided probability of a split at least as uneven as this one if both were equally likely to win."""
     from scipy.stats import binomtest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,6 +21,7 @@ from finetune_mile.learning.optim import make_optimizer, parameter_groups, relat
 from finetune_mile.learning.phases import RunView
 from finetune_mile.learning.roles import Average, Roles
 from finetune_mile.measures.guards import LossAlarm, lower_rates
+from finetune_mile.measures.intervals import clearly_above
 from finetune_mile.networks.heads import StandardisedLinear, get_head
 from finetune_mile.training import resume
 from finetune_mile.training.display import Display
@@ -180,8 +180,7 @@ def choose_share(setup: Setup, folder: RunFolder) -> float:
     """
     if setup.recipe.keep == "last":
         return 1.0
-    path = folder.path / TRIAL
-    decided = path / "decision.json"
+    path, decided = folder.path / TRIAL, folder.path / TRIAL / "decision.json"
     if decided.is_file():
         return float(json.loads(decided.read_text(encoding="utf-8"))["share"])
     accelerator, labelled = setup.accelerator, len(setup.pools.indices["labelled"])
@@ -203,11 +202,9 @@ def choose_share(setup: Setup, folder: RunFolder) -> float:
     loop, _ = train_phases(trial, RunFolder.reopen(path))
     learner, first = loop.learner(), loop.roles.weights("init")
     losses = {each: _held_out_losses(trial, between(learner, first, each)) for each in (*SHARES, 0.0)}
-    share = not_rejected(losses)
+    share, means = not_rejected(losses), {f"{each:g}": float(some.mean()) for each, some in losses.items()}
     if accelerator.is_main_process:
-        means = {f"{each:g}": float(some.mean()) for each, some in losses.items()}
-        facts = {"share": share, "held_out": len(pools.calibration), "losses": means}
-        write_json(decided, facts)
+        write_json(decided, {"share": share, "held_out": len(pools.calibration), "losses": means})
         for checkpoint in RunFolder(path).saved():  # as large as those of the run, and of no more use
             checkpoint.unlink()
     accelerator.free_memory()
@@ -215,20 +212,8 @@ def choose_share(setup: Setup, folder: RunFolder) -> float:
 
 
 def not_rejected(losses: Mapping[float, Tensor]) -> float:
-    """The first of SHARES that is not clearly worse than the first weights; 0 if both are.
-
-    Clearly: by more than two standard errors of the mean difference. Smaller differences are noise where few labels are
-    held out, and a run must not lose to noise what it learned.
-
-    Args:
-        losses: (n,) of the held-out images, by share; of the same images in all, with 0 for the first weights.
-    """
-
-    def clearly_worse(share: float) -> bool:
-        worse = losses[share] - losses[0.0]
-        return bool(worse.mean() > 2 * worse.std() / math.sqrt(len(worse)))
-
-    return next((share for share in SHARES if not clearly_worse(share)), 0.0)
+    """The first of SHARES whose losses (n,) are not clearly above those of the first weights; 0 if there is none."""
+    return next((share for share in SHARES if not clearly_above(losses[share], losses[0.0])), 0.0)
 
 
 def _trial(setup: Setup, pools: Pools) -> Setup:
