@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from finetune_mile.compute.passes import Outputs
 from finetune_mile.images.order import Indices
 from finetune_mile.learning.loop import Loop
 from finetune_mile.run import main
@@ -36,9 +37,9 @@ def draw_features(
     draw = torch.Generator().manual_seed(len(images))
     centres = torch.randn(len(viewer.data.classes), WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.25
     rows = centres[images.given[indices]] + SPREAD * torch.randn(len(indices), WIDTH, generator=draw)
-    like, unread = store.features(split, view), torch.zeros(len(indices), dtype=torch.bool)
+    outputs = Outputs(rows.relu(), torch.ones(len(indices), dtype=torch.bool))
     with store.file(split, view, "npy").open("r+b") as target:
-        features._write_rows(target, like, indices, rows.relu(), unread)
+        features._write_rows(target, store.features(split, view), indices, outputs)
     store.file(split, view, "done").write_bytes(bytes([features.DONE]) * len(images))
     advance(len(indices))
 

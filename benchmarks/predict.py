@@ -69,11 +69,18 @@ def main() -> None:
             for at in range(0, options.images, options.batch_size):
                 opened.network(batch[: options.images - at]).cpu()
 
+        limits = torch.full((opened.report.classifier,), 0.25)
+
         def predict() -> None:
             count = sum(
                 labels is not None
                 for _, labels in labelled(
-                    opened, images, 0.25, device=options.device, batch_size=options.batch_size, workers=options.workers
+                    opened,
+                    images,
+                    limits,
+                    device=options.device,
+                    batch_size=options.batch_size,
+                    workers=options.workers,
                 )
             )
             assert count == options.images

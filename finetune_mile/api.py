@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     Network: TypeAlias = str | Path | nn.Module  # text as for --init; or a module as in `train`
 
 _TRAINED: list[Path] = []  # by this process
-SWITCHES = ("overwrite", "verify")  # flags without a value
+SWITCHES = ("overwrite", "verify", "keep_checkpoints", "refit")  # flags without a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,8 @@ def train(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     overwrite: bool = False,
+    keep_checkpoints: bool = False,
+    refit: bool = False,
     **settings: Any,
 ) -> Run:
     """Train, as `finetune-mile train` does, and return the finished run.
@@ -118,6 +120,8 @@ def train(
         resume: continue this run folder, with its own settings; give `data` and `init` again if they were objects.
             "auto": start the run in `out`, or continue it; nothing to do where it is finished.
         overwrite: replace a run that is in `out`.
+        keep_checkpoints: keep the checkpoints of the finished run.
+        refit: at the end, train on all labels, those of the validation images included; the scores are those before.
         settings: any other setting of a recipe, such as `steps=100`, `recipe="..."`, or `**{"mile.rho": 0.5}`.
     """
     with named(data, init) as (data_name, init_name):
@@ -125,7 +129,13 @@ def train(
         if resume not in (None, "auto"):  # the recipe has the names of objects
             texts = {key: text for key, text in texts.items() if not (text or "").startswith(f"{SCHEME}:")}
         given = texts | {"method": method, "fraction": fraction} | settings
-        places = {"out": out, "overwrite": overwrite, "resume": resume}
+        places = {
+            "out": out,
+            "overwrite": overwrite,
+            "resume": resume,
+            "keep_checkpoints": keep_checkpoints,
+            "refit": refit,
+        }
         words = _words(places | {key: value for key, value in given.items() if key in SETTINGS})
         words += [f"--set={key}={_yaml(key, value)}" for key, value in given.items() if key not in SETTINGS]
         options = parse_run(words)

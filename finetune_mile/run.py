@@ -19,7 +19,9 @@ from finetune_mile.config.flags import AUTO, given_settings, parse
 from finetune_mile.config.resolve import Resolved, check, resolve
 from finetune_mile.core.problems import Problem, tell
 from finetune_mile.images.sources import check_split, check_truth, said_as, split_name
+from finetune_mile.training import folder as folders
 from finetune_mile.training.folder import choose_folder, is_finished, next_folder, resumed_recipe, say_finished
+from finetune_mile.training.minutes import run_minutes
 
 MOST_SEEDS = 100
 
@@ -31,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         options = parse(words)
         if options.json:
             return print_settings(options)
+        if options.minutes is not None:
+            return run_minutes(options, prepare)
         if options.seeds is not None:
             return run_seeds(options, words)
         return run(options, *prepare(options))
@@ -55,11 +59,11 @@ def run_seeds(options: argparse.Namespace, words: list[str]) -> int:
     taken_up(path, resolved.recipe)
     for seed in range(options.seeds):
         folder = path / f"seed-{seed}"
-        if (folder / "results.json").is_file():
+        if is_finished(folder) and not folders.refit_is_left(folder, options.refit):
             continue
-        begun = ["--resume", str(folder)] if (folder / "recipe.yaml").is_file() else None
-        code = main(begun or [*own, "--seed", str(seed), "--out", str(folder)])
-        if code:
+        switches = [flag for flag in ("--keep-checkpoints", "--refit") if flag in own]
+        begun = ["--resume", str(folder), *switches] if (folder / "recipe.yaml").is_file() else None
+        if code := main(begun or [*own, "--seed", str(seed), "--out", str(folder)]):
             return code
     summarise(path, [path / f"seed-{seed}" for seed in range(options.seeds)])
     return 0
@@ -79,7 +83,7 @@ def without(words: list[str], *flags: str) -> list[str]:
 
 def print_settings(options: argparse.Namespace) -> int:
     """`--explain --json`: the resolved recipe, without data, weights or torch."""
-    from finetune_mile.training.explain import settings_json
+    from finetune_mile.training.settings import settings_json
 
     if not options.explain:
         raise Problem("--json belongs to --explain: add --explain, or leave --json out")
@@ -133,7 +137,8 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | N
 
 def run(options: argparse.Namespace, resolved: Resolved, path: Path, init: Init, teacher_init: Init | None) -> int:
     """The run itself; from here on torch is needed."""
-    if options.resume is not None and not options.explain and is_finished(path):
+    done = options.resume is not None and is_finished(path) and not folders.refit_is_left(path, options.refit)
+    if done and not options.explain:
         return say_finished(path)
     parent = os.getppid()
     from finetune_mile.training.explain import explain
@@ -148,6 +153,11 @@ def run(options: argparse.Namespace, resolved: Resolved, path: Path, init: Init,
         if options.explain:
             return 0
         folder = open_folder(setup, path, resume=options.resume is not None, overwrite=options.overwrite)
+        switches = {name: True for name in ("keep_checkpoints", folders.REFIT) if getattr(options, name)}
+        if switches:  # also for a later --resume
+            folder.info.update(switches)
+            if setup.accelerator.is_main_process:
+                folder.update()
         recipe = setup.recipe
         with computing(
             precision=recipe.precision, benchmark=recipe.cudnn_benchmark is True, deterministic=recipe.deterministic

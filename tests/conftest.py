@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from shortcuts import SHARED
 
 # The networks here are tiny; more threads only wait for each other.
@@ -19,6 +20,13 @@ def shared():
     if not SHARED.is_dir():
         pytest.skip("needs ../shared, the real data and checkpoints that only our own machines have")
     return SHARED
+
+
+@pytest.fixture(autouse=True)
+def no_precision_of_an_earlier_run():
+    """Accelerate keeps one precision per process, and `precision: auto` is bf16 on some processors."""
+    yield
+    AcceleratorState._reset_state()
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def flags_of_every_verb():
     from finetune_mile.cli import VERBS, main
 
     commands = [[verb] for verb in VERBS] + [
-        ["weights", verb] for verb in ("ls", "show", "check", "convert", "add", "verify", "docs")
+        ["weights", verb] for verb in ("ls", "show", "check", "convert", "add", "verify")
     ]
     listed = {}
     for words in commands:

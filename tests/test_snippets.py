@@ -195,6 +195,7 @@ MORE = {
     "probe": SMALL,
     "pretrain": ["--steps", "2", "--batch-size", "8", "--set", "size=24", "--set", "workers=0"],
     "benchmarks/initialisation.py": SMALL,
+    "benchmarks/sizes.py": ["--sizes", "24", "--trunks", "frozen", "--fraction", "1.0", "--record", "sizes.jsonl"],
     "benchmarks/own_photos.py": [*SMALL, "--fractions", "1.0", "--methods", "mile", "--seeds", "1",
                                  "--runs", "own", "--record", "own.jsonl"],
 }  # fmt: skip
@@ -219,8 +220,12 @@ def shorter(words):
     verb = "run" if verb == "train" else verb
     if "--resume" in rest and "auto" not in rest:
         return []
+    if "--minutes" in rest and verb == "run":  # it chooses steps and size; test_fetching.py downloads a dinov2-s
+        return ["--minutes", "0.05", "--init", "moco.pth.tar", "--set=workers=0", "--set=precision=no"]
     if "--recipe" in rest and "--init" not in rest:
         return [*FEW, *(["--k-t", "4", "--k-s", "4"] if "mile" in rest else [])]
+    if "dinov2-s" in rest and verb == "run":
+        return [*SHORT, "--init", "moco.pth.tar"]
     imagenet = verb in ("run", "preflight") and "--init" in rest and "--data" not in rest
     gentle = ["--split", "list.txt", "--lr", "1e-4", "--set=optimizer.head_lr=1e-4"]  # the weights are random
     return [*MORE.get(verb, ()), *(gentle if imagenet else [])]
@@ -244,6 +249,9 @@ def stand_ins(tmp_path_factory):
     files = [f"{name}/{number}.png" for name in COLOURS for number in range(10)]
     (root / "test_index_to_file.csv").write_text("\n".join(["file", *files]))
     np.save(root / "cifar10h-counts.npy", np.eye(3)[[name // 10 for name in range(30)]])
+    sets = [f"photos/{part}/{name}/{i}.png,{name}{';blue' * (i % 2)},{part}\n"
+            for part in ("train", "val") for name in COLOURS for i in range(10)]  # fmt: skip
+    (root / "photos.csv").write_text("file,labels,split\n" + "".join(sets).replace("blue;blue", "blue"))
     (root / "data").mkdir()
     write_mnist(root / "data/mnist", 200, 100)
     write_mnist(root / "DIR", 200, 100)

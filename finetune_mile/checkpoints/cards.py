@@ -1,18 +1,32 @@
 """Cards: one YAML file of facts per checkpoint in `weights/`. No torch here."""
 
+import re
+import shlex
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from finetune_mile.core.download import RemoteFile, digest, fetch
 from finetune_mile.core.files import cache as cache_folder
 from finetune_mile.core.files import config, load_yaml_file, shipped
 from finetune_mile.core.problems import Problem, nearest
 from finetune_mile.core.types import Preprocess
+
+_NETWORK = re.compile(
+    r"(?:wide_)?(?:resnet|resnext|vit|deit|beit|convnext|swin|efficientnet|mobilenet|regnet|densenet|vgg)[\w.]*"
+)
+# licences by their SPDX names: those that allow commercial use, and others
+_FREE = ("MIT", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "CC-BY-4.0")
+LICENCES = (*_FREE, "CC-BY-NC-4.0", "CC-BY-NC-SA-4.0")
+
+
+def spdx(licence: str) -> str:
+    """The SPDX name of a licence that we know, however it is written; another one as it is."""
+    return next((known for known in LICENCES if known.lower() == licence.lower().replace(" ", "-")), licence)
 
 
 class Card(BaseModel):
@@ -32,6 +46,9 @@ class Card(BaseModel):
     md5: str | None = Field(default=None, description="a published md5, or its published first digits")
     bytes: int | None = None
     files: tuple[RemoteFile, ...] = Field(default=(), description="where the checkpoint is several files")
+    instead: RemoteFile | None = Field(
+        default=None, description="the same weights in another file, which is fetched where `urls` cannot be"
+    )
     unpack: str | None = Field(
         default=None, description="the fetched file is a zip: take out members whose name begins so, open `file`"
     )
@@ -40,7 +57,10 @@ class Card(BaseModel):
     features: tuple[float, ...] = Field(default=(), description="first features of a fixed picture, as a check")
     verified: bool = Field(default=False, description="did anybody here load the published file itself?")
     preprocess: Preprocess = Preprocess()
-    licence: str = "unknown"
+    licence: Annotated[str, AfterValidator(spdx)] = "unknown"
+    megabytes: int | None = Field(
+        default=None, gt=0, description="the network's weights in MB; a file with heads or an optimiser is larger"
+    )
     paper: str = ""
     source: str = ""
     data: str = Field(default="", description="the images it was pre-trained on; empty: not known")
@@ -63,6 +83,15 @@ class Card(BaseModel):
         if self.urls and not self.file and not self.unpack:
             raise ValueError("urls needs file, the name to save it under")
         return self
+
+    @property
+    def commercial(self) -> bool:
+        """Does the licence allow commercial use? False where that is not known."""
+        return self.licence in _FREE
+
+    @property
+    def size_mb(self) -> int | None:
+        return self.megabytes or (round(self.bytes / 1e6) if self.bytes else None)
 
     def remote(self) -> tuple[RemoteFile, ...]:
         """What has to be fetched; empty where the file comes with the install or there is none."""
@@ -115,6 +144,11 @@ def find_card(name: str, flag: str = "--init") -> Card:
     known = {alias: card for path in cards.values() for card in [read_card(path)] for alias in card.aliases}
     if name in known:
         return known[name]
+    if _NETWORK.fullmatch(name):
+        raise Missing(
+            f"{flag} {name}: this is the name of a network, not of a checkpoint; use timm:{name} for timm's weights "
+            "(timm:resnet50.a1_in1k, for example), or dinov2-s for DINOv2's (`finetune-mile weights ls` lists others)"
+        )
     near = nearest(name, [*cards, *known], 3)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise Missing(
@@ -140,7 +174,8 @@ def is_cached(card: Card) -> bool:
     if own is not None:
         return own.is_file()
     names = [card.file] if card.unpack and card.file else [remote.name for remote in card.remote()]
-    return bool(names) and all((folder_of(card) / name).is_file() for name in names if name)
+    all_here = bool(names) and all((folder_of(card) / name).is_file() for name in names if name)
+    return all_here or (card.instead is not None and (folder_of(card) / card.instead.name).is_file())
 
 
 def fetch_card(card: Card) -> Path:
@@ -152,10 +187,23 @@ def fetch_card(card: Card) -> Path:
                 f"{own}: the file of card {card.name} does not exist any more; restore it, or add the card again"
             )
         if card.sha256 and digest(own, "sha256") != card.sha256:
-            advice = "install again" if card.path is None else f"`finetune-mile weights add {own} --name {card.name}`"
+            again = f"`finetune-mile weights add {shlex.quote(str(own))} --name {card.name}`"
+            advice = "install again" if card.path is None else again
             raise Problem(f"{own} is not the file that card {card.name} describes; {advice}")
         return own
     if not card.remote() or card.file is None:
         why = f" ({card.notes.partition(';')[0]})" if card.notes else ""
         raise Problem(f"card {card.name} has no file to fetch{why}; if you have the file, use --init FILE")
-    return fetch(card.remote(), folder_of(card), file=card.file, unpack=card.unpack)
+    folder = folder_of(card)
+    here = (folder / card.file).is_file()
+    if card.instead is not None and not here and (folder / card.instead.name).is_file():
+        return fetch((card.instead,), folder)
+    try:
+        return fetch(card.remote(), folder, file=card.file, unpack=card.unpack)
+    except Problem as problem:
+        if card.instead is None or here:
+            raise
+        try:
+            return fetch((card.instead,), folder)
+        except Problem:
+            raise Problem(f"{problem}; {card.instead.urls[0]} could not be fetched either") from problem

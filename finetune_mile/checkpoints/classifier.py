@@ -10,9 +10,10 @@ from huggingface_hub import ModelHubMixin, snapshot_download
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.exporting import CONFIG, write_export
+from finetune_mile.checkpoints.exporting import CONFIG, thresholds_of, write_export
 from finetune_mile.checkpoints.init import Init, parse_source
 from finetune_mile.checkpoints.loading import Opened, Preprocessor, keep_own_head, open_trunk
+from finetune_mile.compute.passes import show
 from finetune_mile.core.files import LARGEST_IMAGE, read_regular
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
@@ -65,6 +66,9 @@ class ImageClassifier(nn.Module, ModelHubMixin):
         self.network = opened.network
         self.classes = opened.classes  # C names, or None where the file names none
         self.activation = opened.activation or "softmax"
+        names = self.classes or tuple(map(str, range(report.classifier)))
+        limits = thresholds_of(opened.config, len(names), report.arch).tolist()
+        self.thresholds = dict(zip(names, limits, strict=True))  # above which `finetune-mile predict` prints a label
         self.preprocess = Preprocessor(opened.card.preprocess)
         self.card, self.report, self.model_card = opened.card, report, model_card
         self.config: dict[str, Any] = own | opened.card.preprocess.model_dump(mode="json") | {
@@ -99,10 +103,9 @@ class ImageClassifier(nn.Module, ModelHubMixin):
             return self._labels([cast("Picture", images)])[0]
         return [labels for at in range(0, len(images), BATCH) for labels in self._labels(images[at : at + BATCH])]
 
-    @torch.inference_mode()
     def _labels(self, images: Sequence[Picture]) -> list[Labels]:
         batch = torch.stack([self.preprocess(_read(image)) for image in images])
-        logits = self(batch.to(next(self.parameters()).device)).float().cpu()
+        logits = show(self, batch.to(next(self.parameters()).device)).float().cpu()
         chances = logits.sigmoid() if self.activation == "sigmoid" else logits.softmax(1)
         names = self.classes or tuple(str(i) for i in range(logits.shape[1]))
         values, order = chances.sort(dim=1, descending=True, stable=True)

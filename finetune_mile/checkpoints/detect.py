@@ -26,7 +26,14 @@ from finetune_mile.checkpoints.adapters.behind import (
     way,
 )
 from finetune_mile.checkpoints.readers import Contents
-from finetune_mile.checkpoints.sizes import add_options, has_shapes, merge_claim, read_stages, read_vit
+from finetune_mile.checkpoints.sizes import (
+    add_options,
+    has_shapes,
+    merge_claim,
+    read_stages,
+    read_vit,
+    resized_as_authors,
+)
 from finetune_mile.core.problems import Problem, did_you_mean
 from finetune_mile.networks.resnets import DEPTHS, MINI, Arch, Stem, name_arch, parse_arch
 from finetune_mile.networks.vits import is_short, join_options, split_options
@@ -35,7 +42,7 @@ UNKNOWN = -1  # attention heads
 BEHIND_PREFIX = "trunk behind a prefix"
 NAMES_ONLY = {  # formats that are the names of a network alone; a config.json says the rest
     *(BEHIND_PREFIX, "torchvision", "vit", "convnext", "swin", "torchvision-vit", "clip-visual", "open-clip"),
-    *("hf-clip", "hf-dinov2", "hf-vit", "hf-swin", "hf-convnext", "hf-resnet"),
+    *("hf-clip", "hf-dinov2", "hf-vit", "hf-swin", "hf-convnext", "hf-resnet", "openmmlab-vit"),
 }
 _ANTIALIASED = {  # timm's networks with the same tensors
     "resnet50": ("resnetaa50", "resnetblur50"),
@@ -230,6 +237,8 @@ def name_network(
     place = place or source
     shapes = {n: tuple(t.shape) for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
     given = {**detected.adapter.options, **(options or {})}
+    if "reg_token" in shapes and given.get("resize") == "offset":
+        del given["resize"]  # DINOv2's authors resize the positions of networks with registers as timm does
     if arch is not None and is_short(arch):
         given, arch = merge_claim(arch, given, source=source, shapes=shapes), None
     marks = read_marks(contents, detected, adapted, given)
@@ -259,6 +268,8 @@ def name_network(
                 f"say --arch {claim}:heads={marks.heads} (or another number)"
             )
         name = add_options(claim, marks.options)
+    if name.startswith("timm:") and not detected.adapter.own:
+        name = resized_as_authors(name)
     shape = parse_arch(name)
     if marks.cifar_stem is None and not claims and "-cifar" in name:
         other = name.replace("-cifar", "-cifar2")
@@ -456,6 +467,8 @@ def _heads(contents: Contents, detected: Detected, positions: Tensor | None) -> 
     if adapter.own:  # its config says with how many heads it was trained
         return None
     fixed = _is_sincos(positions, rows_first=True)
+    if fixed and adapter.fixed_heads != 12:
+        return adapter.fixed_heads
     if not fixed and adapter.columns_first and adapter.is_certain(contents):
         fixed = _is_sincos(positions, rows_first=False)
     if not fixed and adapter.small_vit_heads is None and _is_sincos(positions, rows_first=False):

@@ -4,7 +4,7 @@ import json
 import re
 import stat
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from finetune_mile.checkpoints.adapters.adapter import unwrapped
 from finetune_mile.checkpoints.init import HEADER
+from finetune_mile.compute.passes import show
 from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Failed, Problem
 from finetune_mile.core.types import Preprocess
@@ -24,6 +25,19 @@ THRESHOLD = 0.25  # the probability above which a label counts as found, where a
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 OTHERS = "; `export --to onnx` and `--to torch` take any network, `weights convert` without --to keeps our own form"
 _NEEDED = ("arch", "padding", "num_classes", *Preprocess.model_fields)
+
+
+def thresholds_of(config: Mapping[str, Any], classes: int, source: object) -> Tensor:
+    """The least probability of a label of each class, (C,): `thresholds` of an export's config, else `threshold`."""
+    some, one = config.get("thresholds"), config.get("threshold")
+    if some is not None:
+        fits = isinstance(some, list) and len(some) == classes and all(isinstance(v, float | int) for v in some)
+        if not fits or not all(0 <= v <= 1 for v in some):
+            raise Problem(f"{source}: `thresholds` of its config is not a list of {classes} numbers from 0 to 1")
+        return torch.tensor(some, dtype=torch.float32)
+    if one is not None and not (isinstance(one, float | int) and 0 <= one <= 1):
+        raise Problem(f"{source}: `threshold` of its config is not a number from 0 to 1")
+    return torch.full((classes,), THRESHOLD if one is None else float(one))
 
 
 def write_export(folder: Path, network: nn.Module, config: dict[str, Any]) -> None:
@@ -83,6 +97,7 @@ def write_timm(folder: Path, network: nn.Module, config: dict[str, Any], more: d
         "label_names": list(config.get("classes") or ()),
         "activation": config.get("activation"),
         "threshold": config.get("threshold"),
+        "thresholds": config.get("thresholds"),
     }
     card = {
         "architecture": name,
@@ -185,7 +200,6 @@ def write_onnx(path: Path, network: nn.Module, images: Tensor, notes: dict[str, 
     return lambda batch: torch.from_numpy(session.run(None, {"images": batch.numpy()})[0])
 
 
-@torch.inference_mode()
 def check_equal(network: nn.Module, other: Callable[[Tensor], Tensor], images: Tensor, flag: str) -> float:
     """The largest difference of the logits (B, C), for all images and for one; an error where it is above 1e-4.
 
@@ -193,8 +207,8 @@ def check_equal(network: nn.Module, other: Callable[[Tensor], Tensor], images: T
     """
     differences = []
     for batch in (images, images[:1]):
-        expected = network(batch)
-        differences.append((other(batch) - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+        expected = show(network, batch)
+        differences.append((other(batch).detach() - expected).abs().max() / expected.abs().max().clamp(min=1.0))
     worst = float(torch.stack(differences).max())
     if not worst <= TOLERANCE:  # also if it is not a number
         raise Failed(f"{flag}: the logits differ by {worst:.1e}, more than {TOLERANCE:g}; nothing is written")

@@ -17,8 +17,8 @@ from PIL.Image import Image
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.adapters import ADAPTERS, adapt, few
-from finetune_mile.checkpoints.adapters.adapter import Adapter, leaves
+from finetune_mile.checkpoints.adapters import ADAPTERS, adapt, few, input_of
+from finetune_mile.checkpoints.adapters.adapter import leaves
 from finetune_mile.checkpoints.adapters.behind import other_backbones, way
 from finetune_mile.checkpoints.cards import SCRATCH, Card
 from finetune_mile.checkpoints.detect import NAMES_ONLY, assumptions, detect, is_certain, name_network
@@ -26,6 +26,7 @@ from finetune_mile.checkpoints.hugging_face import check_sizes, read_transformer
 from finetune_mile.checkpoints.init import Init, Located, locate, parse_init, read_header
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.readers.mapped import MappedPages
+from finetune_mile.checkpoints.sizes import resized_as_authors
 from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
@@ -204,7 +205,7 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
     if init.kind == "timm":
         network, card = open_timm(init.name, arch)
         report = LoadReport(
-            format="timm", why="--init says so", arch=f"timm:{init.name}", padding="torch",
+            format="timm", why="--init says so", arch=resized_as_authors(f"timm:{init.name}"), padding="torch",
             loaded=tuple(network.state_dict()), reset=(), dropped=(),
         )  # fmt: skip
         return Opened(network=network, card=card, report=report)
@@ -263,7 +264,7 @@ def open_contents(
     said = split_options(arch)[1] if arch and is_short(arch) else {}  # a short name says no more than its options
     certain = bool(facts or card or (arch and not is_short(arch))) or is_certain(match, contents)
     if card is None:
-        defaults = {"padding": match.adapter.padding, "preprocess": _preprocess(match.adapter, adapted.tensors, name)}
+        defaults = {"padding": match.adapter.padding, "preprocess": input_of(match.adapter, adapted.tensors, name)}
         card = Card.model_validate(
             {"method": match.adapter.method, **defaults, **facts, "name": located.name, "arch": name,
              "format": match.format, "notes": f"made from what was found in the file: {match.why}"}
@@ -318,15 +319,6 @@ def _choices(choice: str | None, arch: str | None, source: str) -> tuple[str | N
         if len(kind) > 1:
             raise Problem(f"--init {source}: {' and '.join(sorted(kind))} are two {word}; give one of them")
     return next(iter(archs), None), next(iter(formats), None), next(iter(prefixes), None)
-
-
-def _preprocess(adapter: Adapter, tensors: Mapping[str, Tensor], arch: str) -> Preprocess:
-    """A format's convention; a vision transformer sees images of the size that its positions were learnt at."""
-    embed = tensors.get("patch_embed.proj.weight")
-    if "pos_embed" not in tensors or embed is None or not arch.startswith("timm:") or adapter.method == "dinov2":
-        return adapter.preprocess
-    side = math.isqrt(tensors["pos_embed"].shape[1]) * embed.shape[-1]  # the class token does not matter here
-    return adapter.preprocess.model_copy(update={"size": side})
 
 
 def _facts(config: Mapping[str, Any], located: Located) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from finetune_mile.checkpoints.adapters import is_dinov2
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.heads import build
 from finetune_mile.networks.vits import SIZES, join_options, split_options
@@ -25,6 +26,8 @@ def read_vit(shapes: Shapes, marks: Mapping[str, str], *, source: str) -> str:
     """
     dim, depth, hidden = _block_sizes(shapes, source)
     size, _, usual_heads, _ = SIZES.get(dim, ("", 0, 0, 0))
+    if (dim, depth, hidden) == (768, 8, 2304):  # the small one of OpenMMLab and of timm in 2020
+        usual_heads = 8
     own = {**_PLAIN, **_embedding(shapes, dim, source), "dim": dim, "depth": depth}
     own["mlp"] = hidden / dim if int(dim * (hidden / dim)) == hidden else (hidden + 0.5) / dim
     own["heads"] = _heads(dim, marks, usual_heads, source)
@@ -89,8 +92,9 @@ def _heads(dim: int, marks: Mapping[str, str], usual: int, source: str) -> int:
     if text == "-1":
         name = SIZES[dim][0]
         raise Problem(
-            f"{source} holds a vision transformer with MAE's fixed positions and does not show its number of attention "
-            f"heads; say --arch vit_{name}:heads={usual} (most code) or --arch vit_{name}:heads=12 (solo-learn's MAE)"
+            f"{source} holds a vision transformer with fixed positions and does not show its number of attention "
+            f"heads; say --arch vit_{name}:heads={usual} (most code) or --arch vit_{name}:heads=12 (MoCo-v3, solo-learn"
+            "'s MAE)"
         )
     if not text:
         likely = [heads for heads in (dim // 64, dim // 32) if heads and dim % heads == 0] or [1]
@@ -260,3 +264,11 @@ def has_shapes(arch: str, shapes: Shapes) -> bool:
     with torch.device("meta"):
         network = build(arch)
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()} == dict(shapes)
+
+
+def resized_as_authors(arch: str) -> str:
+    """A name with the authors' way of resizing positions: that of DINOv2 without registers is not timm's."""
+    if not is_dinov2(arch) or "_reg4_" in arch:
+        return arch
+    name, options = split_options(arch)
+    return join_options(name, {**options, "resize": options.get("resize", "offset")})

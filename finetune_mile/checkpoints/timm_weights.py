@@ -13,6 +13,7 @@ from finetune_mile.checkpoints.adapters.adapter import Adapter, leaves, state_di
 from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.detect import Detected
 from finetune_mile.checkpoints.readers import Contents
+from finetune_mile.checkpoints.sizes import resized_as_authors
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.heads import build
@@ -42,7 +43,7 @@ def open_timm(name: str, arch: str | None) -> tuple[nn.Module, Card]:
             f"--init timm:{name} could not be fetched ({first}); fetch its model.safetensors elsewhere and "
             f"use --init FILE --arch timm:{base}"
         ) from error
-    allow_any_size(network, "timm")
+    allow_any_size(network, split_timm(resized_as_authors(f"timm:{name}"))[2].get("resize", "timm"))
     return network, make_card(f"timm:{name}", base, getattr(network, "pretrained_cfg", {}))
 
 

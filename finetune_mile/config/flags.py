@@ -16,7 +16,6 @@ NUMBERS = ("fraction", "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr
 SAME = {"--lr": "--learning-rate", "--size": "--image-size", "--patience": "--early-stopping"}  # other tools' names
 _WHOLE = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-
 FORMAT = "the code that wrote the file, where it does not show it: solo-learn, byol-convert, ..."  # help of --format
 # Settings of the recipe, by group: the flag with a word for its value, and its help.
 FLAGS = {
@@ -72,8 +71,6 @@ EPILOG = """examples:
   finetune-mile run --resume runs/demo-1                               continue a run that was stopped
   accelerate launch -m finetune_mile.run --init simclrv2-sk1 --fraction 0.01    several GPUs
 """
-
-
 AUTO: Final = "auto"  # of --resume
 RESUME = "continue a run; takes no other setting. auto: start, or continue, what is in --out"
 
@@ -165,9 +162,14 @@ def build_parser(*, brief: bool = False) -> Parser:
     group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                        help="any other setting, such as optimizer.momentum=0.8")  # fmt: skip
     group.add_argument("--seeds", type=int, metavar="N", help="run this many seeds and print mean and spread")
+    group.add_argument("--minutes", type=float, metavar="N", help="the best model of this time (docs/own-photos.md)")
+    group.add_argument("--refit", action="store_true",
+                       help="at the end train on all labels, also the validation ones")  # fmt: skip
     where = parser.add_argument_group("where")
     where.add_argument("--out", type=Path, help="run folder (default: runs/<recipe>-<number>)")
     where.add_argument("--overwrite", action="store_true", help="replace a run that is in --out")
+    where.add_argument("--keep-checkpoints", action="store_true",
+                       help=argparse.SUPPRESS if brief else "keep checkpoints/ of a finished run")  # fmt: skip
     where.add_argument("--resume", type=resumed, metavar="DIR|auto", help=RESUME)
     where.add_argument("--explain", action="store_true", help="print what would be done, and stop")
     where.add_argument("--json", action="store_true", help="with --explain: settings and who set them, as JSON")

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from finetune_mile.checkpoints.cards import Missing
 from finetune_mile.checkpoints.init import family_of, parse_init
 from finetune_mile.config.schema import VARIANTS, FullRecipe, Recipe
-from finetune_mile.core.files import Refused, load_yaml, load_yaml_file, shipped
+from finetune_mile.core.files import RefusedYaml, load_yaml, load_yaml_file, shipped
 from finetune_mile.core.problems import Problem, did_you_mean
 from finetune_mile.images.sources import imagenet_folder
 from finetune_mile.methods import METHOD_FLAGS, METHODS, get_method
@@ -154,9 +154,9 @@ def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path:
     fraction, _ = over.get("fraction", (plain.get("fraction"), ""))
     merged = put_together(layers, _share(fraction))
     put_flags(merged, over)
-    if {"steps", "epochs"} <= given.keys():
+    if all(over.get(key, (None,))[0] is not None for key in ("steps", "epochs")):
         wrong.append("--steps and --epochs: give one of them")
-    elif "steps" in over or "epochs" in over:
+    if "steps" in over or "epochs" in over:
         merged.forget("epochs" if "steps" in over else "steps")
     _put_defaults(merged)
     recipe = validated(FullRecipe, merged, path, wrong)
@@ -188,7 +188,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark is not None else ""
-        verdict = "cannot be used" if isinstance(error, Refused) else "is not YAML"
+        verdict = "cannot be used" if isinstance(error, RefusedYaml) else "is not YAML"
         raise Problem(f"recipe {path}: {verdict}{line} ({getattr(error, 'problem', error)})") from error
     if not isinstance(tree, dict):
         raise Problem(f"recipe {path}: must be a mapping of settings, found {type(tree).__name__}")
@@ -343,7 +343,7 @@ def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]
             else:
                 over[key] = (value, f"--set {key}")
         except yaml.YAMLError as error:
-            why = f" ({error.problem})" if isinstance(error, Refused) else ""
+            why = f" ({error.problem})" if isinstance(error, RefusedYaml) else ""
             wrong.append(f"--set {key}={short(text)}: {short(text)!r} is not a YAML value{why}")
     return over
 
@@ -399,17 +399,17 @@ def _in_words(error: ValidationError, path: Path, merged: Merged, model: type[Ba
         place = merged.places.get(dotted, f"recipe {path.name}: ")
         where = speaker if speaker.startswith("--") else f"{place}{dotted}"
         if item["type"] == "extra_forbidden":
-            sentence = f"{short(where)}: unknown key; {_nearest_key(dotted, model)}"
+            found = [f"{short(where)}: unknown key; {_nearest_key(dotted, model)}"]
         elif item["type"] == "missing":
-            sentence = f"recipe {path.name}: {dotted} is required. Set it in the recipe or with --set {dotted}=VALUE."
+            found = [f"recipe {path.name}: {dotted} is required. Set it in the recipe or with --set {dotted}=VALUE."]
         else:
             message = str(item["msg"]).removeprefix("Value error, ")
             message = "must be true or false" if item["type"].startswith("bool") else message
             message = message[0].lower() + message[1:]
             value = "" if isinstance(item["input"], dict | BaseModel) else f" {short(str(item['input']))}"
-            sentence = f"{where}{value}: {message}" if dotted else message
-        if sentence not in sentences and not any(other.startswith(f"{where} ") for other in sentences):
-            sentences.append(sentence)
+            found = [f"{where}{value}: {message}"] if dotted else message.splitlines()  # conflicts, one a line
+        if found[0] not in sentences and not any(other.startswith(f"{where} ") for other in sentences):
+            sentences += found
     return sentences
 
 

@@ -7,7 +7,8 @@ Order of precedence: flags, then the recipe, then the variant's column for what 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, cast
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model, model_validator
 
@@ -23,12 +24,13 @@ from finetune_mile.core.types import (
     Section,
     Seed,
 )
-from finetune_mile.methods import METHODS, Activation, Method, get_method
+from finetune_mile.methods import METHODS, Activation, Method, Traits, get_method
 from finetune_mile.methods.pseudo_labels import Rho
 
 Variant = Literal["paper", "published"]
 Share = Annotated[float, Field(ge=0, le=1)]
 Switch = bool | Literal["auto"]
+Conflict = tuple[bool, str]  # is it so?, the sentence
 
 
 def _known_method(name: str) -> str:
@@ -245,118 +247,164 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Recipe:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give either steps or epochs (flags --steps, --epochs)")
-        method, needs = self.rules, self.rules.needs
-        if method.Block is not None and getattr(self, method.block) is None and method.name == self.method:
-            raise ValueError(f"method {self.method} needs a block {method.block}: in the recipe")
-        with_file = " or ".join(name for name in METHODS if "teacher_file" in get_method(name).needs)
-        mixed = next((key for key in ("mixup", "cutmix") if getattr(self.augment, key)), None)
-        rules = [
-            (mixed is not None and not needs.isdisjoint({"environments", "image_state"}),
-             f"augment.{mixed} mixes images, and method {self.method} needs to know where each came from: set it to 0"),
-            (self.label_smoothing > 0 and "hard_labels" in needs,
-             f"label_smoothing: method {self.method} takes every target above 0 for a given label: set it to 0"),
-            ("teacher_file" in needs and self.teacher is None,
-             f"method {self.method} needs --teacher RUN_FOLDER_OR_FILE"),
-            ("teacher_file" not in needs and self.teacher is not None,
-             f"--teacher is for --method {with_file}, and the method is {self.method}"),
-            (self.semi != "none" and "teacher" not in needs,
-             f"--semi needs a method that imitates; {self.method} learns from labels alone"),
-            (self.unlabelled is not None and "teacher" not in needs,
-             f"--unlabelled needs a method that imitates, such as mile; {self.method} learns from labels alone"),
-            (self.unlabelled is not None and self.semi == "none",
-             "--unlabelled needs --semi all or --semi unlabelled: without it no step draws those images"),
-            (self.views != "same" and "teacher" not in needs,
-             f"views: {self.views} needs a method that imitates, such as mile; {self.method} learns from labels alone"),
-            (self.views != "same" and self.labels_once_per_cycle,
-             f"views: {self.views} is for labels of each batch; with pseudo_labels: cycle the teacher sees the plain "
-             "view already, so leave views out"),
-            (self.deterministic and self.cudnn_benchmark is True,
-             "deterministic: true does not go with cudnn_benchmark: true, which chooses algorithms by their time"),
-            (self.compile and self.gradient_checkpointing,
-             "compile: true does not go with gradient_checkpointing: true: set one of them to false"),
-            (self.accumulate not in (1, "auto") and "whole_batch" in needs,
-             f"method {self.method} needs the complete batch at once: set accumulate to 1"),
-            (self.labelled_share is not None and self.semi == "none",
-             "labelled_share needs --semi all or --semi unlabelled: without it every image is labelled"),
-            (self.trunk == "frozen" and self.augment.cutmix > 0,
-             "--trunk frozen does not go with augment.cutmix, which needs images: use mixup or --trunk last:0"),
-            (self.trunk == "frozen" and self.views != "same",
-             f"--trunk frozen does not go with views: {self.views}, which needs images: use --trunk last:0"),
-            (self.trunk == "frozen" and self.teacher is not None,
-             "--trunk frozen does not go with --teacher, which needs images: use --trunk last:0"),
-            (self.head != "linear" and self.trunk != "frozen",
-             f"head: {self.head} is for --trunk frozen: add it, or leave head out"),
-            (self.head != "linear" and (self.head_init == "probe" or self.keep_head is not None),
-             f"head: {self.head} starts anew: use --head-init random, and leave --keep-head out"),
-            (self.optimizer.name in ("lars", "relative") and self.optimizer.nesterov,
-             f"optimizer.nesterov: true does not go with {self.optimizer.name}"),
-            (self.optimizer.name != "relative" and self.optimizer.lr == "auto",
-             f"optimizer.lr: auto is for the optimizer `relative`; give --lr a number for {self.optimizer.name}"),
-            (self.optimizer.name == "relative" and self.optimizer.head_lr is not None,
-             "optimizer.head_lr does not go with relative: each tensor has its own rate"),
-            (self.patience is not None and self.evaluate.images == 0,
-             "--patience needs evaluations, and evaluate.images is 0: leave one of them out"),
-            (self.patience is not None and self.optimizer.ema is not None,
-             "--patience does not go with optimizer.ema: evaluations during a run are of the weights that are not "
-             "averaged"),
-            (self.optimizer.name == "relative" and self.optimizer.layer_decay < 1,
-             "optimizer.layer_decay does not go with relative: each tensor has its own rate"),
-            (self.head_init == "probe" and self.keep_head is not None,
-             "--keep-head and --head-init probe: give one of them"),
-        ]  # fmt: skip
-        for sentence in [
-            *method.check(method.settings(self), self),
-            *(sentence for broken, sentence in rules if broken),
-        ]:
-            raise ValueError(sentence)
+        tell_all(conflicts(self))
         return self
 
     @property
-    def rules(self) -> Method:
+    def method_value(self) -> Method:
         """The method that is trained; `mile.rho: auto` is another name of `auto`."""
-        mile = getattr(self, "mile", None)
+        mile = self.own_block("mile")
         return get_method("auto" if self.method == "mile" and mile is not None and mile.rho == "auto" else self.method)
+
+    def own_block(self, key: str) -> Any:
+        """The settings of a method by their key; None where the recipe has none. Their fields are added below."""
+        return getattr(self, key, None)
 
     @property
     def block(self) -> Any:
-        return self.rules.settings(self)
+        """The settings of the method that is trained, as its functions take them."""
+        method = self.method_value
+        return method.settings(*map(self.own_block, method.blocks))
+
+    @property
+    def traits(self) -> Traits:
+        return self.method_value.traits(self.block)
 
     @property
     def activation(self) -> Activation:
-        return self.rules.activation(self.block)
+        return self.traits.activation
 
     @property
-    def calibration(self) -> float:
-        """The share of the labelled images that no phase trains on."""
-        auto = getattr(self, "auto", None)
-        needed = auto is not None and ("held_out" in self.rules.needs or auto.held_out == "always")
-        return auto.calibration if auto is not None and needed else 0.0
-
-    @property
-    def optimizer_state(self) -> Literal["keep", "reset"]:
-        """What becomes of the momentum where the learner's weights are swapped."""
-        return cast('Literal["keep", "reset"]', getattr(self.block, "optimizer_state", "keep"))
+    def rho(self) -> float | None:
+        return self.traits.rho
 
     @property
     def labels_once_per_cycle(self) -> bool:
         """Are pseudo-labels made once per generation on the plain images, instead of per batch?"""
-        return getattr(self.block, "pseudo_labels", "batch") == "cycle"
+        return self.traits.pseudo_labels == "cycle"
+
+    @property
+    def calibration(self) -> float:
+        """The share of the labelled images that no phase trains on."""
+        auto = self.own_block("auto")
+        needed = auto is not None and ("held_out" in self.method_value.needs or auto.held_out == "always")
+        return auto.calibration if auto is not None and needed else 0.0
 
     @property
     def new_head(self) -> bool:
         """Does the classifier start untrained, with outputs at the prior 1/C?"""
         return self.head_init == "random" and self.keep_head is None
 
-    @property
-    def rho(self) -> float | None:
-        """The pseudo-label threshold that f1@rho is read at; None where the method has none."""
-        rho = getattr(self.block, "rho", None)
-        return rho if isinstance(rho, float) else None
-
 
 _BLOCKS: dict[str, Any] = {
     method.block: (method.Block | None, None) for method in map(get_method, METHODS) if method.Block is not None
 }
 FullRecipe: type[Recipe] = create_model("Recipe", __base__=Recipe, __doc__=Recipe.__doc__, **_BLOCKS)
+
+
+# ------------------------------------------------------------ settings that do not go together, all told at once
+
+
+def tell_all(found: Iterable[Conflict]) -> None:
+    """Raise one ValueError for pydantic, with a line for each conflict that is so."""
+    if sentences := [sentence for is_so, sentence in found if is_so]:
+        raise ValueError("\n".join(sentences))
+
+
+def conflicts(recipe: Recipe) -> Iterator[Conflict]:
+    """Every conflict that a recipe can have."""
+    yield ((recipe.steps is None) == (recipe.epochs is None), "give either steps or epochs (flags --steps, --epochs)")
+    yield from _of_method(recipe)
+    yield from _of_teacher(recipe)
+    yield from _of_trunk(recipe)
+    yield from _of_optimizer(recipe)
+
+
+def _of_method(recipe: Recipe) -> Iterator[Conflict]:
+    """A method and its settings."""
+    name, method, needs = recipe.method, recipe.method_value, recipe.method_value.needs
+    who = f"method {name}" if method.name == name else "--rho auto"
+    missing = [key for key in method.blocks if recipe.own_block(key) is None]
+    yield from ((True, f"{who} needs a block {key}: in the recipe") for key in missing)
+    if not missing:
+        yield from ((True, sentence) for sentence in method.check(recipe.block, recipe))
+        yield (
+            recipe.views != "same" and recipe.labels_once_per_cycle,
+            f"views: {recipe.views} is for labels of each batch; with pseudo_labels: cycle the teacher sees the plain "
+            "view already, so leave views out",
+        )
+    mixed = next((key for key in ("mixup", "cutmix") if getattr(recipe.augment, key)), None)
+    yield from [
+        (mixed is not None and not needs.isdisjoint({"environments", "image_state"}),
+         f"augment.{mixed} mixes images, and method {name} needs to know where each came from: set it to 0"),
+        (recipe.label_smoothing > 0 and "hard_labels" in needs,
+         f"label_smoothing: method {name} takes every target above 0 for a given label: set it to 0"),
+        (recipe.accumulate not in (1, "auto") and "whole_batch" in needs,
+         f"method {name} needs the complete batch at once: set accumulate to 1"),
+    ]  # fmt: skip
+
+
+def _of_teacher(recipe: Recipe) -> list[Conflict]:
+    """A teacher, and the images that it labels."""
+    name, needs, views = recipe.method, recipe.method_value.needs, recipe.views
+    with_file = " or ".join(name for name in METHODS if "teacher_file" in get_method(name).needs)
+    return [
+        ("teacher_file" in needs and recipe.teacher is None,
+         f"method {name} needs --teacher RUN_FOLDER_OR_FILE"),
+        ("teacher_file" not in needs and recipe.teacher is not None,
+         f"--teacher is for --method {with_file}, and the method is {name}"),
+        (recipe.semi != "none" and "teacher" not in needs,
+         f"--semi needs a method that imitates; {name} learns from labels alone"),
+        (recipe.unlabelled is not None and "teacher" not in needs,
+         f"--unlabelled needs a method that imitates, such as mile; {name} learns from labels alone"),
+        (recipe.unlabelled is not None and recipe.semi == "none" and "teacher" in needs,
+         "--unlabelled needs --semi all or --semi unlabelled: without it no step draws those images"),
+        (views != "same" and "teacher" not in needs,
+         f"views: {views} needs a method that imitates, such as mile; {name} learns from labels alone"),
+        (recipe.labelled_share is not None and recipe.semi == "none",
+         "labelled_share needs --semi all or --semi unlabelled: without it every image is labelled"),
+    ]  # fmt: skip
+
+
+def _of_trunk(recipe: Recipe) -> list[Conflict]:
+    """A trunk that does not learn, and the head on it."""
+    frozen = recipe.trunk == "frozen"
+    return [
+        (frozen and recipe.augment.cutmix > 0,
+         "--trunk frozen does not go with augment.cutmix, which needs images: use mixup or --trunk last:0"),
+        (frozen and recipe.views != "same",
+         f"--trunk frozen does not go with views: {recipe.views}, which needs images: use --trunk last:0"),
+        (frozen and recipe.teacher is not None,
+         "--trunk frozen does not go with --teacher, which needs images: use --trunk last:0"),
+        (recipe.head != "linear" and not frozen,
+         f"head: {recipe.head} is for --trunk frozen: add it, or leave head out"),
+        (recipe.head != "linear" and (recipe.head_init == "probe" or recipe.keep_head is not None),
+         f"head: {recipe.head} starts anew: use --head-init random, and leave --keep-head out"),
+        (recipe.head_init == "probe" and recipe.keep_head is not None,
+         "--keep-head and --head-init probe: give one of them"),
+    ]  # fmt: skip
+
+
+def _of_optimizer(recipe: Recipe) -> list[Conflict]:
+    """How steps are computed and when they stop."""
+    settings = recipe.optimizer
+    relative = settings.name == "relative"
+    return [
+        (recipe.deterministic and recipe.cudnn_benchmark is True,
+         "deterministic: true does not go with cudnn_benchmark: true, which chooses algorithms by their time"),
+        (recipe.compile and recipe.gradient_checkpointing,
+         "compile: true does not go with gradient_checkpointing: true: set one of them to false"),
+        (settings.name in ("lars", "relative") and settings.nesterov,
+         f"optimizer.nesterov: true does not go with {settings.name}"),
+        (not relative and settings.lr == "auto",
+         f"optimizer.lr: auto is for the optimizer `relative`; give --lr a number for {settings.name}"),
+        (relative and settings.head_lr is not None,
+         "optimizer.head_lr does not go with relative: each tensor has its own rate"),
+        (relative and settings.layer_decay < 1,
+         "optimizer.layer_decay does not go with relative: each tensor has its own rate"),
+        (recipe.patience is not None and recipe.evaluate.images == 0,
+         "--patience needs evaluations, and evaluate.images is 0: leave one of them out"),
+        (recipe.patience is not None and settings.ema is not None,
+         "--patience does not go with optimizer.ema: evaluations during a run are of the weights that are not "
+         "averaged"),
+    ]  # fmt: skip

@@ -33,7 +33,7 @@ class RemoteFile(Section):
     bytes: int | None = Field(default=None, gt=0)
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
     md5: str | None = Field(
-        default=None, pattern=r"^[0-9a-f]{8,32}$", description="a published md5, or its published first digits"
+        default=None, pattern=r"^[0-9a-f]{6,32}$", description="a published md5, or its published first digits"
     )
 
     @field_validator("urls")

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -140,8 +140,35 @@ DEEPEST = 50  # values inside each other
 MOST_VALUES = 100_000  # with aliases expanded
 
 
-class Refused(yaml.MarkedYAMLError):
+def check_empty(folder: Path, flag: str) -> None:
+    """Refuse a folder that has content, or that cannot be made."""
+    try:
+        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+            raise Problem(f"{flag} {folder}: it already exists; give a folder that is new or empty")
+        above = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise Problem(f"{flag} {folder}: {above} is not a folder that can be written; choose another")
+    except OSError as error:
+        raise Problem(f"{flag} {folder}: {error.strerror}; choose another folder") from error
+
+
+class RefusedYaml(yaml.MarkedYAMLError):
     """YAML that is larger, deeper or more repetitive than any file of ours, or sets a key twice."""
+
+
+def keep_arrays(path: Path, content: Mapping[str, Any]) -> None:
+    """Write arrays into the cache; one that cannot be written only costs the next start."""
+    import numpy as np
+
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as stream:
+            np.savez(stream, **content)
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -150,7 +177,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                raise Refused(problem=f"{key.value} is set twice", problem_mark=key.start_mark)
+                raise RefusedYaml(problem=f"{key.value} is set twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -178,7 +205,7 @@ def load_yaml_file(path: Path) -> Any:
     Raises:
         OSError: the file cannot be read, is not a regular file, or is larger than 1 MB.
         UnicodeDecodeError: the file is not UTF-8.
-        yaml.YAMLError: the text is not YAML, or is `Refused`.
+        yaml.YAMLError: the text is not YAML, or is `RefusedYaml`.
     """
     return load_yaml(read_regular(path, MOST_YAML_BYTES).decode("utf-8"))
 
@@ -214,7 +241,7 @@ def _check_yaml(text: str) -> None:
             depth = below + 1
         elif isinstance(event, yaml.AliasEvent):
             if any(anchor == name for name, _, _ in inside):
-                raise Refused(problem=f"*{anchor} is inside of &{anchor}, in a circle", problem_mark=mark)
+                raise RefusedYaml(problem=f"*{anchor} is inside of &{anchor}, in a circle", problem_mark=mark)
             values, depth = known.get(str(anchor), (1, 0))
         elif not isinstance(event, yaml.ScalarEvent):
             continue
@@ -223,6 +250,6 @@ def _check_yaml(text: str) -> None:
         name, count, below = inside[-1]
         inside[-1] = (name, count + values, max(below, depth))
         if len(inside) - 1 + depth > DEEPEST:
-            raise Refused(problem=f"it is nested more than {DEEPEST} levels deep", problem_mark=mark)
+            raise RefusedYaml(problem=f"it is nested more than {DEEPEST} levels deep", problem_mark=mark)
         if sum(count for _, count, _ in inside) > MOST_VALUES:
-            raise Refused(problem=f"it holds more than {MOST_VALUES:,} values, aliases expanded", problem_mark=mark)
+            raise RefusedYaml(problem=f"it holds more than {MOST_VALUES:,} values, aliases expanded", problem_mark=mark)

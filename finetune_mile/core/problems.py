@@ -44,7 +44,10 @@ MOST_NAMES = 15  # listed in a message
 # Names in other tools: ours. One that begins with --set is meant where there is a --set.
 ALIASES = {
     "--learning-rate": "--lr", "--bs": "--batch-size", "--batch": "--batch-size", "--output": "--out",
-    "--output-dir": "--out", "--config": "--recipe", "--pretrained": "--init", "--img-size": "--size",
+    "--output-dir": "--out", "--config": "--recipe",
+    **dict.fromkeys(("--pretrained", "--checkpoint", "--weights"), "--init"),
+    **dict.fromkeys(("--img-size", "--image-size", "--input-size", "--resolution"), "--size"),
+    **dict.fromkeys(("--freeze", "--frozen", "--freeze-backbone", "--linear-probe"), "--trunk frozen"),
     "--weight-decay": "--set optimizer.weight_decay=",
 }  # fmt: skip
 

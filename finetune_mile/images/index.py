@@ -19,9 +19,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from finetune_mile.core.files import LARGEST_IMAGE, cache, open_regular, read_regular, size_in_words, whole_file
+from finetune_mile.core.files import (
+    LARGEST_IMAGE,
+    cache,
+    keep_arrays,
+    open_regular,
+    read_regular,
+    size_in_words,
+    whole_file,
+)
 from finetune_mile.core.problems import BadImage, Problem
 
 if TYPE_CHECKING:
@@ -52,6 +60,7 @@ class ImageSet:
     main: Tensor | None = None  # (N,) the class of the main object, where it is known: a label without the noise
     in_memory: bool = False  # reading is cheap: no loader processes are needed
     encoded: Bytes | None = None  # index to the bytes of the file, where there is one
+    alike: Indices | None = None  # (N,) images with the same number are near-duplicates; -1: alone; None: not searched
     environment: Tensor | None = None  # (N,) integers from 0: where each image was drawn, for losses over environments
 
     def __len__(self) -> int:
@@ -71,6 +80,7 @@ class Data:
     extra_scores: Callable[[Tensor, Tensor], dict[str, float]] | None = None
     unreadable: Mapping[str, int] = field(default_factory=dict)  # files beside the images, by ending: .heic, .dng, ...
     notes: tuple[str, ...] = ()  # what else a user should know before a run
+    problems: tuple[str, ...] = ()  # why a run stops; `load_data` raises them unless it is asked not to
 
 
 # ------------------------------------------------------------------------------------ names
@@ -269,15 +279,7 @@ def _save(path: Path, scan: Scan, stamp: Mapping[str, int]) -> None:
     for key, names in zip(_BLOCKS, (scan.names, scan.empty, scan.unread, Names.of(stamp)), strict=True):
         content |= {key: names.blob, f"{key}_count": np.int64(len(names))}
     content["stamp_times"] = np.array(list(stamp.values()), dtype=np.int64)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as stream:
-            np.savez(stream, **content)
-        part.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+    keep_arrays(path, content)
 
 
 # ------------------------------------------------------------------------------------ reading
@@ -423,7 +425,7 @@ def say_unreadable(endings: Mapping[str, int]) -> str:
     (first, count), *others = endings.items()
     more = "".join(f" and {number} in {ending}" for ending, number in others)
     files = f"{count:,} {'file ends' if count == 1 else 'files end'} in {first}{more}"
-    return f"{files}, which cannot be read; convert them to JPEG"
+    return f"{files}, which cannot be read; convert {'it' if sum(endings.values()) == 1 else 'them'} to JPEG"
 
 
 def say_skipped(count: int, path: Path) -> str:
@@ -433,6 +435,13 @@ def say_skipped(count: int, path: Path) -> str:
 
 class BadImages:
     """The list of a run, kept in a file that all its processes add to and that a resumed run continues."""
+
+    _told: ClassVar[set[tuple[str, str, str]]] = set()  # data, split and id; each is told once by a process
+
+    @classmethod
+    def told(cls, data: str, split: str, ids: Iterable[str]) -> None:
+        """Do not tell these bad images any more: the user knows them."""
+        cls._told |= {(data, split, name) for name in ids}
 
     def __init__(self, path: Path, data: str) -> None:
         """The list is bad_images.csv; it is written with the first bad image. `data` is --data, for messages."""
@@ -451,13 +460,15 @@ class BadImages:
         if reasons.keys() <= self._seen:
             return
         self._seen |= set(self.read())  # other processes, or the same run before it was resumed
-        if not self._seen:
-            (_, name), reason = next(iter(reasons.items()))
+        new = [(name, why) for (_, name), why in reasons.items() if (self.data, split, name) not in self._told]
+        if new and not self._seen:
+            name, reason = new[0]
             sys.stderr.write(
                 f"warning: {split} image {name} is bad ({reason}) and is skipped; {self.path} lists all of them\n"
             )
         write_list(self.path, [(*k, reason) for k, reason in reasons.items() if k not in self._seen], append=True)
         self._seen |= set(reasons)
+        self.told(self.data, split, [name for _, name in reasons])
         count = sum(part == split for part, _ in self._seen)
         if count > allowed(len(ids)):
             raise Problem(
@@ -482,19 +493,3 @@ def write_list(path: Path, lines: Sequence[tuple[str, str, str]], *, append: boo
         target.open("w" if new else "a", encoding="utf-8", errors="surrogateescape", newline="") as stream,
     ):
         csv.writer(stream).writerows([HEADER, *lines] if new else lines)
-
-
-def check_replaceable(path: Path, flag: str) -> None:
-    """Refuse to write a list of bad images over another file, or into a folder that does not exist."""
-    if not path.parent.is_dir():
-        raise Problem(f"{flag} {path}: there is no folder {path.parent}; make it first")
-    if not path.exists():
-        return
-    header = ",".join(HEADER).encode()
-    try:
-        with os.fdopen(open_regular(path), "rb") as stream:
-            ours = stream.readline(len(header) + 2).rstrip(b"\r\n") == header
-    except OSError:
-        ours = False
-    if not ours:
-        raise Problem(f"{flag} {path}: this file exists and is not a list of bad images; choose another name")

@@ -43,7 +43,7 @@ MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 2**26)  # 179 million: PIL's own li
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # Markers that have no length (RST, SOI, EOI, TEM), the scan (SOS), and 0, which is none: no frame header came before.
 _ENDS = frozenset([*range(0xD0, 0xDB), 0x00, 0x01])
-_PIL_ERRORS = (
+PIL_ERRORS = (
     OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, struct.error, Image.DecompressionBombError,
 )  # fmt: skip
 
@@ -132,7 +132,7 @@ def _by_pil(data: bytes) -> Tensor:
             with Image.open(io.BytesIO(data)) as opened:
                 opened.load()
                 return from_pil(opened)
-    except _PIL_ERRORS as error:
+    except PIL_ERRORS as error:
         raise BadImage(str(error).partition("<_io")[0].strip() or type(error).__name__) from error
 
 
@@ -363,10 +363,15 @@ class Readers:
     """Loader processes for every pass over plain images; they stay, because starting them takes seconds.
 
     They know the image sets that were asked for so far; another one starts them anew.
+
+    Args:
+        workers: processes.
+        pin: into memory that a GPU copies from while it computes.
+        batch_size: images that a pass shows at a time.
     """
 
-    def __init__(self, *, workers: int, pin: bool) -> None:
-        self.workers, self.pin = workers, pin
+    def __init__(self, *, workers: int, pin: bool, batch_size: int) -> None:
+        self.workers, self.pin, self.batch_size = workers, pin, batch_size
         self._known: list[Views] = []
         self._requests = _Requests()
         self._loader: DataLoader[tuple[Batch, dict[int, str]]] | None = None

@@ -7,25 +7,22 @@ the user's (--split). A list is checked against its card or file. N images, C cl
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import hashlib
-import json
-import lzma
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
-from finetune_mile.core.download import RemoteFile, fetch
-from finetune_mile.core.files import cache, load_yaml_file, open_regular, shipped, size_in_words
+from finetune_mile.core.files import load_yaml_file, shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool, Section
-from finetune_mile.images.index import Data, ImageSet, Joined, Names, Picked, locate
+from finetune_mile.images.groups import find_groups, group_members, say_kept
+from finetune_mile.images.index import Data, ImageSet, Joined, Names, Picked
+from finetune_mile.images.name_lists import fetch_list, find, read_list
 from finetune_mile.images.order import Indices, hashes
 
 if TYPE_CHECKING:
@@ -36,8 +33,6 @@ LEAST_CALIBRATION, MOST_CALIBRATION = 500, 0.2  # images, unless that is more th
 CALIBRATION_SEED = 7919
 HELD_OUT_FLAGS = "--rho auto and auto.held_out: always"
 IMAGENET_CLASSES = 1000
-LARGEST_LIST = 2**28  # bytes, unpacked; the names of all of ImageNet take about 40 MB
-PACKED: Mapping[str, Callable[[Any], Any]] = {".xz": lzma.LZMAFile, ".gz": lambda file: gzip.GzipFile(fileobj=file)}
 _TRAIN_NAME = re.compile(r"(.*/)?n\d{8}_\d+(_n\d{8})?\.JPEG$")
 
 
@@ -47,8 +42,8 @@ _TRAIN_NAME = re.compile(r"(.*/)?n\d{8}_\d+(_n\d{8})?\.JPEG$")
 def make_data(name: str, classes: Sequence[str], sets: Iterable[ImageSet], flag: str) -> Data:
     """The data of a source that has training and validation images, or one set of both.
 
-    Of one set, a fifth of each class is for validation: the same images for every seed. Without classes all are for
-    training.
+    Of one set, a fifth of each class is for validation: the same images for every seed. Near-duplicates are kept on one
+    side. Without classes all are for training.
     """
     if len(classes) == 1:
         raise Problem(f"{flag}: only one class ({classes[0]}); two are needed")
@@ -57,56 +52,76 @@ def make_data(name: str, classes: Sequence[str], sets: Iterable[ImageSet], flag:
         halves = [dataclasses.replace(half, given=half.given.new_full((len(half),), -1).long()) for half in halves]
         halves.append(_take(halves[0], np.zeros(0, dtype=np.int64)))
         return Data(name=name, classes=(), train=halves[0], val=halves[1])
+    notes: tuple[str, ...] = ()
     if len(halves) == 1:
-        images = halves[0]
-        held_out = stratified(one_label_each(images.given).numpy(), images.ids, VAL_SHARE, seed=0)
+        images = dataclasses.replace(halves[0], alike=None if halves[0].in_memory else find_groups(halves[0]))
+        labels = one_label_each(images.given).numpy()
+        held_out = stratified(labels, images.ids, VAL_SHARE, seed=0, alike=images.alike)
         rest = np.setdiff1d(np.arange(len(images)), held_out, assume_unique=True)
+        only = ~np.isin(labels[held_out], labels[rest])  # classes that would have no training image
+        rest, held_out = np.sort(np.concatenate([rest, held_out[only]])), held_out[~only]
         if len(rest) == 0 or len(held_out) == 0:
             raise Problem(f"{flag}: one image per class cannot be split; add images, or validation images of their own")
         halves = [_take(images, rest), _take(images, held_out)]
-    return Data(name=name, classes=tuple(classes), train=halves[0], val=halves[1])
+        notes = say_kept(images.alike, held_out)
+    return Data(name=name, classes=tuple(classes), train=halves[0], val=halves[1], notes=notes)
 
 
 def _take(images: ImageSet, rows: Indices) -> ImageSet:
     return dataclasses.replace(
         images, ids=Names.of(images.ids[i] for i in rows.tolist()), given=images.given[rows],
         truth=None if images.truth is None else images.truth[rows],
+        alike=None if images.alike is None else images.alike[rows],
         read=Picked(images.read, rows), encoded=None if images.encoded is None else Picked(images.encoded, rows),
     )  # fmt: skip
 
 
 def join_unlabelled(images: ImageSet, extra: ImageSet) -> ImageSet:
-    """Training images, then others whose labels are ignored, called `unlabelled/<id>`.
+    """Training images, then others whose labels are ignored, called `unlabelled/<id>`."""
+    hidden = images.given.new_full((len(extra), *images.given.shape[1:]), -1)
+    return join(images, dataclasses.replace(extra, given=hidden, truth=None, alike=None), "unlabelled")
 
-    They come last, so that the order and the draws of the training images stay the same.
+
+def join(images: ImageSet, extra: ImageSet, folder: str) -> ImageSet:
+    """Images, then others of the same classes, called `<folder>/<id>`.
+
+    They come last, so that the order and the draws of the first images stay the same.
     """
     import torch
 
-    folder = "unlabelled"
     while any(name.startswith(f"{folder}/") for name in images.ids):
         folder += "+"
-    count, given, truth, encoded = len(images), images.given, images.truth, None
+    count, truth, encoded, alike = len(images), images.truth, None, None
     if images.encoded is not None and extra.encoded is not None:
         encoded = Joined(images.encoded, count, extra.encoded)
+    if truth is not None:
+        more = truth.new_zeros(len(extra), truth.shape[1]) if extra.truth is None else extra.truth
+        truth = torch.cat([truth, more])
+    if images.alike is not None:  # groups of the others are groups of their own
+        more_alike = np.full(len(extra), -1) if extra.alike is None else extra.alike
+        alike = np.concatenate([images.alike, np.where(more_alike < 0, -1, more_alike + images.alike.max() + 1)])
     return ImageSet(
         ids=Names.of([*images.ids, *(f"{folder}/{name}" for name in extra.ids)]),
-        given=torch.cat([given, given.new_full((len(extra), *given.shape[1:]), -1)]),
-        truth=None if truth is None else torch.cat([truth, truth.new_zeros(len(extra), truth.shape[1])]),
-        read=Joined(images.read, count, extra.read), in_memory=images.in_memory and extra.in_memory, encoded=encoded,
+        given=torch.cat([images.given, extra.given]), truth=truth, read=Joined(images.read, count, extra.read),
+        in_memory=images.in_memory and extra.in_memory, encoded=encoded, alike=alike,
     )  # fmt: skip
 
 
-def stratified(labels: Indices, ids: Sequence[str], fraction: float, seed: int) -> Indices:
+def stratified(
+    labels: Indices, ids: Sequence[str], fraction: float, seed: int, *, alike: Indices | None = None
+) -> Indices:
     """A share of each class, at least one image each, as sorted indices.
 
     Within a class the images are ranked by a hash of (seed, id) and the first ones are taken, so a smaller fraction
-    is part of a larger one, and images added later do not reshuffle the others.
+    is part of a larger one, and images added later do not reshuffle the others. A group of near-duplicates has the rank
+    of its first image and is taken as a whole or not at all, unless it holds more than half of a class.
 
     Args:
         labels: (N,) one class per image; -1 = unlabelled, never taken.
         ids: N names.
         fraction: in (0, 1].
         seed: another seed is another draw.
+        alike: (N,) images with the same number are near-duplicates; -1: alone.
     """
     if not 0 < fraction <= 1:
         raise Problem(f"--fraction {fraction}: must be above 0 and at most 1")
@@ -114,10 +129,24 @@ def stratified(labels: Indices, ids: Sequence[str], fraction: float, seed: int) 
         return np.flatnonzero(labels >= 0)
     digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in ids)
     numbers = np.array([int.from_bytes(d, "little") >> 1 for d in digests], dtype=np.int64)
-    order = np.lexsort((hashes(seed, 0, numbers), labels))  # class by class, and by rank within
+    ranks = hashes(seed, 0, numbers)
+    groups = [] if alike is None else group_members(labels, alike)
+    bound = np.arange(len(labels))  # the first image of the group that each is in
+    for members in groups:
+        ranks[members], bound[members] = ranks[members[0]], members[0]
+    order = np.lexsort((ranks, labels))  # class by class, and by rank within
     order = order[labels[order] >= 0]
-    members = np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
-    return np.sort(np.concatenate([some[: max(1, round(fraction * len(some)))] for some in members]))
+    taken = np.zeros(len(labels), dtype=np.bool_)
+    for some in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
+        count = max(1, round(fraction * len(some)))
+        ends = np.flatnonzero(np.diff(bound[some])) + 1  # where no group is cut
+        taken[some[: ends[np.abs(ends - count).argmin()] if count < len(some) else count]] = True
+    for members in groups:  # of several classes, or with unlabelled images: not taken, unless a class needs it
+        chosen = members[taken[members]]
+        if 0 < len(chosen) < len(members):
+            taken[chosen] = False
+            taken[chosen] = ~np.isin(labels[chosen], labels[taken])
+    return np.flatnonzero(taken)
 
 
 def fingerprint(ids: Sequence[str]) -> str:
@@ -126,8 +155,12 @@ def fingerprint(ids: Sequence[str]) -> str:
 
 
 def one_label_each(given: Tensor) -> Tensor:
-    """(N,) classes to stratify by: the given label, or the first of several; -1 = none."""
-    return given if given.ndim == 1 else given.argmax(1).masked_fill(~(given > 0).any(1), -1)
+    """(N,) classes to stratify by: the given label, or the rarest of several, so that no class is missed; -1 = none."""
+    if given.ndim == 1:
+        return given
+    positive = given > 0
+    rarity = positive / positive.sum(0).clamp(min=1)
+    return rarity.argmax(1).masked_fill(~positive.any(1), -1)
 
 
 def label_names(given: Tensor, classes: Sequence[str]) -> list[list[str]]:
@@ -176,6 +209,11 @@ def labelled_pools(
         split: a list of the labelled images; None: the published one for this data and fraction, or a draw.
         calibration: the share of the labelled images that no phase trains on.
     """
+    if calibration and data.train.given.ndim == 2:
+        raise Problem(
+            "--method auto (--rho auto) needs one given label per image, and these have sets of labels; use --method "
+            "sigmoid or mile"
+        )
     with_label = int((one_label_each(data.train.given) >= 0).sum())
     chosen = choose(data.train.ids, len(data.classes), fraction, split, with_label)
     return hold_out(make_pools(data.train, fraction, seed, chosen), calibration, seed)
@@ -227,6 +265,16 @@ def add_unlabelled(pools: Pools, extra: ImageSet) -> Pools:
     return dataclasses.replace(pools, images=images, indices=indices)
 
 
+def with_validation(pools: Pools, val: ImageSet) -> Pools:
+    """Pools to which the validation images are added with their labels: all that there are."""
+    images = join(pools.images, val, "val")
+    added = np.arange(len(pools.images), len(images))
+    labelled = one_label_each(val.given).numpy() >= 0
+    more = {"labelled": added[labelled], "unlabelled": added[~labelled], "all": added}
+    indices = {name: np.concatenate([members, more[name]]) for name, members in pools.indices.items()}
+    return dataclasses.replace(pools, images=images, indices=indices)
+
+
 def held_out_share(share: float, labelled: int) -> float:
     """The share of so many labelled images that is held out: at least 500 of them, or a fifth where they are few."""
     return max(share, min(LEAST_CALIBRATION / labelled, MOST_CALIBRATION)) if share else 0.0
@@ -245,14 +293,14 @@ def hold_out(pools: Pools, share: float, seed: int) -> Pools:
     if share == 0:
         return pools
     labelled = pools.indices["labelled"]
-    if pools.images.given.ndim == 2:
-        raise Problem(f"{HELD_OUT_FLAGS} need one given label per image; these have sets of labels")
-    labels = pools.images.given[labelled].numpy()
+    labels = one_label_each(pools.images.given)[labelled].numpy()
     spare = np.flatnonzero(np.bincount(labels)[labels] > 1)
     if len(spare) == 0:
         raise Problem(f"{HELD_OUT_FLAGS} need classes with two labelled images or more; these have one each")
     ids = [pools.images.ids[i] for i in labelled[spare]]
-    drawn = stratified(labels[spare], ids, held_out_share(share, len(labelled)), seed + CALIBRATION_SEED)
+    alike = None if pools.images.alike is None else pools.images.alike[labelled[spare]]
+    share = held_out_share(share, len(labelled))
+    drawn = stratified(labels[spare], ids, share, seed + CALIBRATION_SEED, alike=alike)
     taken = labelled[spare[drawn]]
     rest = {name: np.setdiff1d(members, taken, assume_unique=True) for name, members in pools.indices.items()}
     return dataclasses.replace(pools, indices=rest, calibration=taken)
@@ -320,71 +368,3 @@ def choose(
     if card is None:
         return None
     return Chosen(find(fetch_list(card), ids, f"the published list {card.name}", fraction, with_label), card.name)
-
-
-def read_list(path: Path) -> list[str]:
-    """Names from a text file, one a line (also .xz and .gz), or from a run's split.json."""
-    flag = f"--split {path}"
-    try:
-        with os.fdopen(open_regular(path), "rb") as stream, PACKED.get(path.suffix, lambda f: f)(stream) as unpacked:
-            data: bytes = unpacked.read(LARGEST_LIST + 1)
-        if len(data) > LARGEST_LIST:
-            raise OSError(f"larger than {size_in_words(LARGEST_LIST)}")
-        text = data.decode("utf-8")
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise Problem(f"{flag}: cannot be read as a list of names ({error})") from error
-    if path.name.removesuffix(".xz").removesuffix(".gz").endswith(".json"):
-        try:
-            names = [str(name) for name in json.loads(text)["ids"]]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise Problem(f"{flag}: not the split.json of a run (it has no list `ids`)") from error
-    else:
-        names = [line.strip() for line in text.splitlines() if line.strip()]
-    if not names:
-        raise Problem(f"{flag}: the list is empty")
-    if len(set(names)) < len(names):
-        raise Problem(f"{flag}: {len(names) - len(set(names))} names are listed twice")
-    return names
-
-
-def fetch_list(card: SplitCard) -> list[str]:
-    """The names of a published list: from the cache, or fetched into it; never drawn anew."""
-    place = cache() / "splits" / f"{card.name}.txt"
-    if not place.is_file():
-        try:
-            fetch((RemoteFile(name=place.name, urls=card.urls, sha256=card.sha256),), place.parent)
-        except Problem as error:
-            reason = str(error).partition("; fetch ")[0]  # the download's own advice does not know --split
-            raise Problem(
-                f"--fraction {card.fraction:g} of ImageNet means SimCLR's published list, which could not be fetched "
-                f"({reason}); fetch {card.urls[0]} elsewhere and put it at {place}, or give it with --split FILE"
-            ) from error
-    text = place.read_bytes()
-    names = text.decode("utf-8").split()
-    if hashlib.sha256(text).hexdigest() != card.sha256 or len(names) != card.count:
-        raise Problem(
-            f"{place} is not the published list {card.name} (its sha256 differs); delete it, and it is fetched again"
-        )
-    return names
-
-
-def find(
-    names: Sequence[str], ids: Sequence[str], flag: str, fraction: float, with_label: int | None = None
-) -> Indices:
-    """The positions in `ids` of the names of a list, sorted; a name that is not there is an error."""
-    positions, missing = locate(names, ids)
-    if missing:
-        raise Problem(
-            f"{flag} names {len(missing):,} of {len(names):,} images that the data lacks: "
-            f"{', '.join(name[:80] for name in missing[:3])}"
-            f"{', ...' if len(missing) > 3 else ''}"
-        )
-    indices = np.unique(np.array(positions, dtype=np.int64))
-    if len(indices) < len(names):
-        raise Problem(f"{flag}: {len(names) - len(indices)} names point to an image that is already listed")
-    of = len(ids) if with_label is None else with_label
-    share = len(indices) / of
-    if fraction < 1 and not 0.5 * fraction <= share <= 2 * fraction:
-        images = "images" if of == len(ids) else "labelled images"
-        raise Problem(f"{flag} holds {share:.2%} of all {images}, --fraction is {fraction:.2%}; leave out one of them")
-    return indices

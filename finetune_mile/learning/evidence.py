@@ -31,6 +31,7 @@ class Verdict:
     labels_found: float  # per image, the top class included
     images: int
     thresholds: tuple[float, ...]  # (C,) on the logits
+    misses: float = math.nan  # share of the images whose given label is not the top class
 
 
 def judge(
@@ -67,6 +68,7 @@ def judge(
         generation=generation, open=gate == "off" or something, v=v, v_error=v_error, g=g, g_error=g_error,
         found_rate=found_rate, labels_found=float((logits.double() > thresholds).sum(1).double().mean()),
         images=len(labels), thresholds=tuple(thresholds.tolist()),
+        misses=float((logits.argmax(1) != labels).double().mean()),
     )  # fmt: skip
 
 
@@ -130,9 +132,14 @@ def clear_misses(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     overall = float(missed.mean())
     if overall == 0:
         return 0.0, 0.0
-    count = max(min(max(CLEAR_LEAST, round(CLEAR_SHARE * len(labels))), round(CLEAR_MOST * len(labels))), 1)
+    count = surest_images(len(labels))
     clear = float(missed[logits.amax(1).topk(count).indices].mean())
     return clear / overall, math.sqrt(clear * (1 - clear) / count) / overall
+
+
+def surest_images(images: int) -> int:
+    """How many of so many images count as the surest ones."""
+    return max(min(max(CLEAR_LEAST, round(CLEAR_SHARE * images)), round(CLEAR_MOST * images)), 1)
 
 
 @lru_cache(maxsize=4)

@@ -22,7 +22,7 @@ from finetune_mile.learning.roles import Average, Roles, copy_into
 from finetune_mile.learning.stores import LabelStore
 
 
-class Rules(Protocol):
+class TargetsAndLoss(Protocol):
     """A method, as far as a step needs it (`methods/__init__.py`)."""
 
     @property
@@ -192,7 +192,7 @@ class LabelObjective:
     accelerator: Accelerator
     network: nn.Module  # prepared
     roles: Roles
-    method: Rules
+    method: TargetsAndLoss
     state: MethodState
     num_classes: int
     total_steps: int

@@ -87,23 +87,35 @@ def fit_probe(
 def neighbours(
     queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, *, k: int = NEIGHBOURS, temperature: float = HEAT
 ) -> Tensor:
-    """The class (n,) that the k nearest images vote for, each by exp(cosine / temperature), as in DINO and lightly.
+    """The class (n,) that most votes of `neighbour_votes` are for."""
+    return neighbour_votes(queries, bank, labels, num_classes, k=k, temperature=temperature).argmax(1)
+
+
+def neighbour_votes(
+    queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, *, k: int = NEIGHBOURS, temperature: float = HEAT
+) -> Tensor:
+    """Votes (n, C) of the k nearest images for their labels, each by exp(cosine / temperature), as in DINO and lightly.
 
     Args:
         queries: (n, D) features.
         bank: (m, D) features of labelled images.
-        labels: (m,) their classes.
+        labels: (m,) their classes, or (m, C) of 0 and 1.
         num_classes: C.
         k: how many vote, at most m.
         temperature: of the votes.
     """
     bank = normalize(bank.float(), dim=1).T.contiguous()
-    winners = []
+    counted = []
     for some in queries.split(QUERIES):
         cosines, nearest = (normalize(some.float(), dim=1) @ bank).topk(min(k, len(labels)))
-        votes = cosines.new_zeros(len(some), num_classes)
-        winners.append(votes.scatter_add_(1, labels[nearest], (cosines / temperature).exp()).argmax(1))
-    return torch.cat(winners)
+        votes, weights = cosines.new_zeros(len(some), num_classes), (cosines / temperature).exp()
+        if labels.ndim == 1:
+            votes.scatter_add_(1, labels[nearest], weights)
+        else:
+            for column, weight in zip(nearest.T, weights.T, strict=True):  # all at once would be (n, k, C)
+                votes += weight.unsqueeze(1) * (labels[column] > 0)
+        counted.append(votes)
+    return torch.cat(counted)
 
 
 def _choose(z: Tensor, y: Tensor, activation: Activation, seed: int) -> tuple[float, float, Tensor | None]:

@@ -1,33 +1,61 @@
 """Measures: predictions, scores and their intervals, and the warnings that follow from them."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The measures that a reader looks for first: key in results.json, meaning, unit.
 CLOSING = (
     ("accuracy", "top-1 on the given label", "%"),
     ("balanced_accuracy", "mean of the accuracies of the classes", "%"),
+    ("map", "mean over the classes of the average precision", "%"),
+    ("own_size_probe_accuracy", "to beat: a linear probe at the checkpoint's own image size", "%"),
     ("probe_accuracy", "to beat: a linear probe of the checkpoint's features", "%"),
     ("knn_accuracy", "to beat: the 20 nearest labelled images by these features", "%"),
+    ("own_size_probe_map", "to beat: a linear probe at the checkpoint's own image size", "%"),
+    ("probe_map", "to beat: a linear probe of the checkpoint's features", "%"),
+    ("knn_map", "to beat: the 20 nearest labelled images by these features", "%"),
     ("digit_accuracy", "top-1 among the digit classes", "%"),
     ("colour_on_digits", "mean output of the colour shown", ""),
     ("real_acc", "top-1 is in the true set", "%"),
     ("f1@0.25", "F1 at threshold 0.25", "%"),
     ("f1@0.5", "F1 at threshold 0.5", "%"),
     ("f1@best", "F1 at its own best threshold", "%"),
+    ("f1@chosen", "F1 at the thresholds of predict, chosen on the other half of these images", "%"),
     ("trivial_f1", "F1 of the best constant prediction", "%"),
     ("lrap", "label ranking average precision", "%"),
     ("coverage@0.25", "labels per image above 0.25", ""),
 )
 
 
-def closing_rows(results: Mapping[str, float]) -> list[tuple[str, str, str, str]]:
-    """Key, value, unit and meaning of the closing measures that a run has, those of test images last."""
+def closing_rows(results: Mapping[str, float], method: str | None = None) -> list[tuple[str, str, str, str, str]]:
+    """Key, value, unit, 95 % interval and meaning of the closing measures of a run, those of test images last.
+
+    Labels per image are left out where each image has one and the method looks for no more.
+    """
+    single = method not in (None, "mile", "auto") and "accuracy" in results and "images_with_set" not in results
+
+    def interval(key: str) -> str:
+        return f"{results[f'{key}_low']:.1f} to {results[f'{key}_high']:.1f}" if f"{key}_low" in results else ""
+
     return [
-        (f"{prefix}{key}", f"{results[prefix + key]:.2f}", unit, meaning + where)
+        (f"{prefix}{key}", f"{results[prefix + key]:.2f}", unit, interval(prefix + key), meaning + where)
         for prefix, where in (("", ""), ("test_", ", on the test images"))
         for key, meaning, unit in CLOSING
-        if prefix + key in results
+        if prefix + key in results and not (single and key == "coverage@0.25")
     ]
+
+
+def say_threshold(threshold: float | Tensor) -> str:
+    """One threshold as a number, thresholds of the classes (C,) as their range."""
+    if isinstance(threshold, float | int):
+        return f"{threshold:g}"
+    low, high = float(threshold.min()), float(threshold.max())
+    return f"{low:.6g}" if low == high else f"the threshold of their class, {low:.2f} to {high:.2f}"
 
 
 def say_images(results: Mapping[str, float], *, trial: bool, share: float, step: int) -> list[str]:

@@ -6,6 +6,7 @@ No torch before a model is opened.
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -189,9 +190,9 @@ def logits_of(
     import torch
     from accelerate.utils import gather_object
 
+    from finetune_mile.compute.passes import outputs_of
     from finetune_mile.core.cores import local_processes
     from finetune_mile.images.pipeline import Readers, Views, default_workers, normalise
-    from finetune_mile.measures.predictions import predict
 
     world, device = accelerator.num_processes, accelerator.device
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (model.preprocess.mean, model.preprocess.std))
@@ -203,17 +204,18 @@ def logits_of(
     share = max(batch_size // world, 1)
     title, quiet = f"{model.name} on {len(images):,} images", not accelerator.is_main_process
     with progress(title, -(-len(images) // (share * world)), quiet=quiet) as advance:
-        logits = predict(
+        logits, _ = outputs_of(
             accelerator, model.network.to(device), views, np.arange(len(images)),
             lambda batch: normalise(batch.to(device, non_blocking=True), mean, std),
-            batch_size=share, readers=Readers(workers=workers, pin=device.type == "cuda"), tick=lambda: advance(1),
+            Readers(workers=workers, pin=device.type == "cuda", batch_size=share), lambda: advance(1),
         )  # fmt: skip
     bad: dict[int, str] = dict(sorted(gather_object(list(views.bad.items()))))
     if len(bad) > allowed(len(images)):
         first, reason = next(iter(bad.items()))
         raise Problem(
             f"--data {data}: {len(bad)} of {len(images):,} images cannot be read, more than {allowed(len(images))}; "
-            f"the first is {images.ids[first]} ({reason}), and `finetune-mile doctor --data {data}` finds all of them"
+            f"the first is {images.ids[first]} ({reason}), and "
+            f"`finetune-mile doctor --data {shlex.quote(data)}` finds all of them"
         )
     return logits, bad
 

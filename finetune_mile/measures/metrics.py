@@ -23,6 +23,7 @@ BUCKETS = 1 << 14  # rows at least this long are counted in buckets, shorter one
 
 Floats = npt.NDArray[np.floating[Any]]
 THRESHOLDS = (0.25, 0.5)
+PRIOR = 20  # positives of all classes together that each class's own are mixed with, to choose its threshold
 RULES: tuple[SetRule, ...] = ("threshold", "argmax_or_threshold", "argmax")
 TABLE_THRESHOLD = 0.25  # of the per-class table
 TAKEN_FOR = "taken_for"  # in the per-class table: the class that most mistakes on this class's images name
@@ -30,7 +31,7 @@ FIRST = (  # in results.json, before all F1
     "images", "images_with_label", "accuracy", "balanced_accuracy", "chance_accuracy", "majority_accuracy",
     "main_accuracy", "top5", "coverage@0.25", "images_with_set", "real_acc", "lrap", "trivial_f1",
 )  # fmt: skip
-LAST = ("best_threshold", "map", "recovery_map")
+LAST = ("best_threshold", "map", "chance_map", "recovery_map")
 
 
 @dataclass(slots=True)
@@ -81,6 +82,9 @@ def measure(
         _given_scores(measured, logits, given)
     elif truth is None:
         truth = given > 0
+        counts, known = count_true(truth, 0).double(), int(count_true(truth).count_nonzero())
+        if known:  # random scores rank a class's images as its share of all
+            measured.facts["chance_map"] = 100 * float(counts[counts > 0].mean()) / known
     if main is not None:
         measured.samples["main_accuracy"] = 100 * top_k(logits, main, 1).double()
     predicted = predicted_set(probabilities, 0.25, prediction_set)
@@ -266,6 +270,30 @@ def apply_rule(predicted: Tensor, hits: Tensor, best_is_true: Tensor, rule: SetR
     if rule == "argmax":
         return torch.ones_like(predicted), best_is_true.to(hits).unsqueeze(1).expand_as(hits)
     return predicted.clamp(min=1), torch.where(predicted == 0, best_is_true.long().unsqueeze(1), hits)
+
+
+def class_thresholds(probabilities: Tensor, truth: Tensor) -> Tensor:
+    """A threshold for each class, (C,), with the best F1 of that class's images; 0.5 where nothing is true.
+
+    A class counts with PRIOR further positives whose scores are those of all classes together: few images of a class
+    alone would choose by chance.
+
+    Args:
+        probabilities: (N, C).
+        truth: (N, C) booleans.
+    """
+    if not bool(truth.any()):
+        return torch.full((truth.shape[1],), 0.5)
+    grid = threshold_grid()
+    true = count_true(truth, 0).double()
+    hits, sizes = (
+        torch.stack([count_true((probabilities > t) & among, 0) for t in grid.tolist()]).double()
+        for among in (truth, torch.ones_like(truth))
+    )  # (T, C)
+    all_hits, all_sizes = hits.sum(1, keepdim=True), (sizes + true).sum(1, keepdim=True)
+    weight = PRIOR / true.sum()
+    f1 = (hits + weight * all_hits) / (sizes + true + weight * all_sizes)
+    return grid[f1.argmax(0)]
 
 
 def threshold_grid(steps: int = 99) -> Tensor:

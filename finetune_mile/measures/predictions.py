@@ -1,4 +1,4 @@
-"""A model's logits: computed on all processes, and kept on disk so that all measures can be taken again without it.
+"""A model's logits, kept on disk so that all measures can be taken again without it.
 
 The file is parquet. Columns: id, logits (C floats), given, truth and main (class numbers; null where not known). The
 schema's metadata hold the classes, the activation, where model and data came from, and a hash over ids, classes and
@@ -10,23 +10,18 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.pipeline import Readers, Views
 from finetune_mile.measures.metrics import TAKEN_FOR, Activation
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 FORMAT = b"finetune_mile.logits"
 ROWS = 4096  # in a row group
@@ -37,66 +32,6 @@ def pick_probe(size: int, count: int) -> Tensor:
     """`count` indices spread evenly over `size`: the fixed sample that every generation is evaluated on."""
     picked: Tensor = torch.linspace(0, size - 1, min(size, count), dtype=torch.float64).round().long().unique()
     return picked
-
-
-@torch.no_grad()
-def predict(
-    accelerator: Accelerator,
-    network: nn.Module,
-    views: Views,
-    indices: npt.NDArray[np.int64],
-    prepare: Callable[[Tensor], Tensor],
-    *,
-    batch_size: int,
-    readers: Readers,
-    tick: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """Logits (len(indices), C) on the CPU, in the order of `indices`, the same on every process.
-
-    Args:
-        accelerator: for devices and processes.
-        network: bare (not wrapped); it is put into eval mode and back.
-        views: the images and their preprocessing.
-        indices: which images.
-        prepare: uint8 images to the network's input.
-        batch_size: images per forward pass of one process.
-        readers: loader processes.
-        tick: called after each batch; it may raise to stop.
-    """
-    was_training = network.training
-    network.eval()
-    rank, world = accelerator.process_index, accelerator.num_processes
-    mine = indices[rank::world]
-    keys = ([(0, int(i)) for i in mine[at : at + batch_size]] for at in range(0, len(mine), batch_size))
-    parts = []
-    for batch in readers.batches(views, keys):
-        with accelerator.autocast():
-            parts.append(network(prepare(batch.images)).float())
-        tick()
-    network.train(was_training)
-    return _gather(accelerator, parts, len(indices))
-
-
-def _gather(accelerator: Accelerator, parts: list[Tensor], total: int) -> Tensor:
-    """Weave the processes' rows back into one order; a shorter share is padded, and may even be empty."""
-    world, device = accelerator.num_processes, accelerator.device
-    counted, num_classes = sum(map(len, parts)), max((part.shape[1] for part in parts), default=0)
-    if world > 1:
-        seen = accelerator.gather(torch.tensor([[counted, num_classes]], device=device))
-        counted, num_classes = int(seen[:, 0].sum()), int(seen[:, 1].max())
-    if counted != total:
-        raise RuntimeError(f"{counted} images were evaluated, expected {total}: this is a bug, please report it")
-    mine = torch.cat(parts) if parts else torch.zeros(0, num_classes, device=device)
-    if world == 1:
-        return mine.cpu()
-    longest = -(-total // world)
-    padded = nn.functional.pad(mine, (0, 0, 0, longest - len(mine)))
-    gathered = accelerator.gather(padded).unflatten(0, (world, longest))
-    woven: Tensor = gathered.transpose(0, 1).flatten(0, 1)[:total].cpu()
-    return woven
-
-
-# --------------------------------------------------------------------------------------------------------- on disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

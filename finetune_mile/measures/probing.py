@@ -5,49 +5,69 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from finetune_mile.compute.passes import Outputs
+from finetune_mile.compute.rows import Store
 from finetune_mile.images.index import Data
 from finetune_mile.images.order import Indices
-from finetune_mile.images.splits import one_label_each
 from finetune_mile.learning.losses import given_matrix
-from finetune_mile.learning.probe import FOLDS, Activation, fit_probe, folds, neighbours
+from finetune_mile.learning.probe import FOLDS, Activation, fit_probe, folds, neighbour_votes
 from finetune_mile.measures.intervals import compare, intervals
+from finetune_mile.measures.metrics import class_precisions
 
 KINDS = ("k-NN", "softmax", "sigmoid")
 LINEAR: tuple[Activation, ...] = ("softmax", "sigmoid")
-Features = npt.NDArray[np.floating[Any]]
 
 
-def probe(train: Features, val: Features, data: Data, labelled: Sequence[Indices], *, k: int) -> dict[str, Tensor]:
-    """Which validation images each probe gets right: 100 or 0, (draws, n); NaN for images without label or features.
+def probe(store: Store, data: Data, labelled: Sequence[Indices], *, k: int) -> dict[str, Tensor]:
+    """What each probe scores, (draws, units): as `scored` has it for the validation images.
 
     Args:
-        train: (N, D); NaN rows are left out.
-        val: (n, D).
+        store: the features of its images.
         data: whose labels count.
         labelled: for each draw, the training images that keep their label.
         k: of k-NN.
     """
-    queries = torch.from_numpy(np.array(val, dtype=np.float32))
-    good, given, classes = ~queries.isnan().any(1), data.val.given, len(data.classes)
+    queries, good = store.rows("val")
+    given, classes = data.val.given, len(data.classes)
     right: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
     for seed, rows in enumerate(labelled):
-        bank = torch.from_numpy(np.array(train[rows], dtype=np.float32))
-        read = ~bank.isnan().any(1)
+        bank, read = store.rows("train", rows)
         bank, labels = bank[read], data.train.given[torch.from_numpy(rows)][read]
-        guesses = {"k-NN": neighbours(queries[good], bank, one_label_each(labels), classes, k=k)}
+        outputs = torch.full((len(queries), classes), torch.nan)
+        outputs[good] = neighbour_votes(queries[good], bank, labels, classes, k=k)
+        right["k-NN"].append(scored(Outputs(outputs, good), given, "sigmoid"))
         for activation in LINEAR:
             fitted = fit_probe(bank, given_matrix(labels, classes), activation, seed=seed)
-            guesses[activation] = fitted.logits(queries[good]).argmax(1)
-        for kind in KINDS:
-            row = torch.full((len(queries),), torch.nan, dtype=torch.float64)
-            row[good] = hits(guesses[kind], given[good])
-            right[kind].append(row)
+            outputs[good] = fitted.logits(queries[good])
+            right[activation].append(scored(Outputs(outputs, good), given, activation))
     return {kind: torch.stack(rows) for kind, rows in right.items()}
+
+
+def scored(outputs: Outputs, given: Tensor, activation: Activation) -> Tensor:
+    """What two models are compared by, in per cent; its mean is the score.
+
+    One label per image: 100 or 0 for each image (N,). Sets of labels: the average precision of each class (C,). NaN
+    where an image or a class does not count.
+
+    Args:
+        outputs: logits (N, C).
+        given: (N,) classes, below 0: no label; or (N, C) of 0 and 1.
+        activation: how logits become probabilities.
+    """
+    logits, good = outputs
+    if given.ndim == 1:
+        return hits(logits.nan_to_num().argmax(1), given).masked_fill_(~good, torch.nan)
+    known = good & (given > 0).any(1)
+    scores = logits[known] if activation == "sigmoid" else logits[known].log_softmax(1)
+    return 100 * class_precisions(scores, [(given[known] > 0, None)])[0]
+
+
+def measure_of(given: Tensor) -> str:
+    """The name of the mean of `scored` in results.json."""
+    return "accuracy" if given.ndim == 1 else "map"
 
 
 def hits(guesses: Tensor, given: Tensor) -> Tensor:
@@ -59,12 +79,12 @@ def hits(guesses: Tensor, given: Tensor) -> Tensor:
 
 
 def doubtful(
-    features: Features, labels: Tensor, num_classes: int
+    features: Outputs, labels: Tensor, num_classes: int
 ) -> tuple[list[tuple[int, int, float, int, float]], float]:
     """Labels that a probe of the other images would not give, the least likely first.
 
     Args:
-        features: (n, D); rows of NaN are left out.
+        features: (n, D).
         labels: (n,) classes; below 0: no label.
         num_classes: C.
 
@@ -72,9 +92,8 @@ def doubtful(
         Row, given class and its probability, the class it would give and its probability; and how many of a hundred
         held-out images get their given class, which tells how much such doubts are worth.
     """
-    rows = torch.from_numpy(np.array(features, dtype=np.float32))
-    places = ((labels >= 0) & ~rows.isnan().any(1)).nonzero().flatten()
-    rows, labels = rows[places], labels[places]
+    places = ((labels >= 0) & features.readable).nonzero().flatten()
+    rows, labels = features.rows[places], labels[places]
     fold = torch.from_numpy(folds(labels.numpy(), 0))
     strength = fit_probe(rows, given_matrix(labels, num_classes), "softmax").strength
     likely = torch.full((len(rows), num_classes), torch.nan)
@@ -91,10 +110,17 @@ def doubtful(
     return listed, 100 * (1 - len(listed) / max(int((~best.isnan()).sum()), 1))
 
 
-def majority(data: Data) -> float:
-    """Accuracy in per cent of always answering the most frequent class of the validation images."""
+def floor(data: Data) -> tuple[str, float]:
+    """A score in per cent that needs no training, and its name.
+
+    The accuracy of always answering the most frequent class of the validation images; with sets of labels the mean
+    average precision of a random order.
+    """
     given = given_matrix(data.val.given, len(data.classes))
-    return 100 * float(given.sum(0).max() / given.any(1).sum())
+    shares = given.sum(0) / given.any(1).sum()
+    if data.val.given.ndim == 1:
+        return "the most frequent class", 100 * float(shares.max())
+    return "photos in random order", 100 * float(shares[shares > 0].mean())
 
 
 def ranking(probed: Mapping[str, Mapping[str, Tensor]]) -> list[dict[str, Any]]:

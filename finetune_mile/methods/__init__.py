@@ -1,32 +1,15 @@
 """Learning methods, one file each. No torch here, nor when a method's module is imported.
 
-To add a method, write a module with `phases` and add its line to METHODS; everything else has a default:
-
-    Block           its settings, a `Section`; in a recipe under its name, `_` for `-`
-    ACTIVATION      "softmax" or "sigmoid", or a function of the block: how logits become probabilities
-    NEEDS           any of NEEDS below
-    VARIANTS        {"paper": {field: value}, "published": {field: value}} for fields that a recipe may leave out
-    FLAGS           {"k_t": "mile.k_t"}: settings that --k-t, --k-s and --rho write; default: fields of that name
-    GUARDED         False: the monitor does not judge its pseudo-labels, the method does
-    settings        (recipe) -> what the functions below get as block; default: its block
-    check           (block, recipe) -> sentences about settings that do not go together
-    warnings        (block, budget, generations, num_classes, new_head) -> sentences about what is likely not intended;
-                    new_head: the classifier starts untrained
-    phases          (block, budget) -> the phases of a run
-    targets         (phase, teacher_logits (B, C)) -> labels (B, C) of an imitation; default: phase.values.labels(...);
-                    given labels are changed in `loss` (wan.py)
-    loss            (phase, logits, targets, step) -> scalar; default: the loss that the phase names
-    untrained_loss  (phase, num_classes, labels, head_bias) -> loss before the first step; None: not comparable
-    State           what it remembers between steps (`learning/phases.py`)
+To add a method, write a module with `METHOD = Method(name=..., phases=...)` and add its line to METHODS. Every other
+field of `Method` has a default.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune_mile.core.types import Section
@@ -108,52 +91,68 @@ def loss_of_new_head(phase: Phase, num_classes: int, labels: float, head_bias: H
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Method:
-    """A method's module, what it leaves out filled in."""
+class Traits:
+    """What a run must know of a method's settings, whatever the method."""
 
-    name: str
-    Block: type[Section] | None
-    needs: frozenset[str]
-    variants: Mapping[str, Mapping[str, Any]]
-    flags: Mapping[str, str]
-    guarded: bool
-    activation: Callable[[Any], Activation]
-    check: Callable[[Any, Any], list[str]]
-    warnings: Callable[[Any, Budget, int, int, bool], list[str]]
-    settings: Callable[[Any], Any]
-    phases: Callable[[Any, Budget], list[Phase]]
-    targets: Callable[[Phase, Tensor], Tensor]
-    loss: Callable[[Phase, Tensor, Tensor, StepView], Tensor]
-    untrained_loss: Callable[[Phase, int, float, HeadBias], float | None]
-    State: Callable[[RunView], MethodState]
+    activation: Activation = "sigmoid"  # how logits become probabilities
+    optimizer_state: Literal["keep", "reset"] = "keep"  # the momentum, where the learner's weights are swapped
+    pseudo_labels: Literal["batch", "cycle"] = "batch"  # cycle: made once per generation, on the plain images
+    rho: float | None = None  # the pseudo-label threshold, where there is one; f1@rho is read there
+
+
+def _default_traits(_block: Any) -> Traits:
+    return Traits()
+
+
+def _first_block(*blocks: Any) -> Any:
+    return blocks[0] if blocks else None
+
+
+def _no_sentences(*_: Any) -> list[str]:
+    return []
+
+
+def _no_state(_run: RunView) -> MethodState:
+    return MethodState()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A method. `block` below is what `settings` returns: by default the method's own settings, None without any."""
+
+    name: str  # of --method; the key of its settings in a recipe is the same with `_` for `-`
+    phases: Callable[[Any, Budget], list[Phase]]  # (block, budget)
+    Block: type[Section] | None = None  # its settings
+    more_blocks: tuple[str, ...] = ()  # keys of other methods' settings that it needs too
+    settings: Callable[..., Any] = _first_block  # (own block, *more blocks) -> block
+    traits: Callable[[Any], Traits] = _default_traits  # (block)
+    needs: frozenset[str] = frozenset()  # any of NEEDS
+    # {"paper": {field: value}, "published": {field: value}} for fields that a recipe may leave out
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)  # the settings that --k-t, --k-s and --rho write
+    guarded: bool = True  # False: the monitor does not judge its pseudo-labels, the method does
+    check: Callable[[Any, Any], list[str]] = _no_sentences  # (block, recipe): settings that do not go together
+    # (block, budget, generations, num_classes, new_head): what is likely not intended; new_head: it starts untrained
+    warnings: Callable[[Any, Budget, int, int, bool], list[str]] = _no_sentences
+    # (phase, teacher_logits (B, C)) -> labels (B, C) of an imitation; given labels are changed in `loss` (wan.py)
+    targets: Callable[[Phase, Tensor], Tensor] = labels_of_rule
+    loss: Callable[[Phase, Tensor, Tensor, StepView], Tensor] = named_loss  # (phase, logits, targets, step) -> scalar
+    # (phase, num_classes, labels, head_bias) -> loss before the first step; None: not comparable
+    untrained_loss: Callable[[Phase, int, float, HeadBias], float | None] = loss_of_new_head
+    State: Callable[[RunView], MethodState] = _no_state  # what it remembers between steps (`learning/phases.py`)
 
     @property
     def block(self) -> str:
         """The key of its settings in a recipe."""
         return self.name.replace("-", "_")
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The keys of all settings that it needs."""
+        return (*(() if self.Block is None else (self.block,)), *self.more_blocks)
 
-def _always(value: Any, *_: object) -> Any:
-    return value
 
-
-@functools.cache
 def get_method(name: str) -> Method:
     """A method by its name in METHODS."""
-    module = importlib.import_module(METHODS[name])
-    block = getattr(module, "Block", None)
-    activation: Any = getattr(module, "ACTIVATION", "sigmoid")
-    key = name.replace("-", "_")
-    fields = () if block is None else [field for field in METHOD_FLAGS if field in block.model_fields]
-    return Method(
-        name=name, Block=block, needs=frozenset(getattr(module, "NEEDS", ())),
-        variants=getattr(module, "VARIANTS", {}), guarded=getattr(module, "GUARDED", True),
-        flags=getattr(module, "FLAGS", {field: f"{key}.{field}" for field in fields}),
-        activation=activation if callable(activation) else functools.partial(_always, activation),
-        check=getattr(module, "check", functools.partial(_always, [])),
-        warnings=getattr(module, "warnings", functools.partial(_always, [])),
-        settings=getattr(module, "settings", lambda recipe: getattr(recipe, key, None)),
-        phases=module.phases, targets=getattr(module, "targets", labels_of_rule),
-        loss=getattr(module, "loss", named_loss), State=getattr(module, "State", lambda _: MethodState()),
-        untrained_loss=getattr(module, "untrained_loss", loss_of_new_head),
-    )  # fmt: skip
+    method: Method = importlib.import_module(METHODS[name]).METHOD
+    return method

@@ -15,16 +15,13 @@ from pydantic import Field
 
 from finetune_mile.core.types import OFF, Section
 from finetune_mile.learning.phases import Budget, Decision, MethodState, Phase, RunView, StepView
-from finetune_mile.methods import mile
+from finetune_mile.methods import Method, Traits, loss_of_new_head, mile
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from finetune_mile.learning.evidence import Verdict
 
-NEEDS = ("teacher", "held_out")
-FLAGS = {"k_t": "mile.k_t", "k_s": "mile.k_s"}
-GUARDED = False
 SHORT_IMITATION = 50  # steps; shorter ones lost accuracy
 
 
@@ -48,36 +45,27 @@ class Block(Section):
 
 
 class Settings(NamedTuple):
-    """MILe's schedule and the rule's own settings."""
+    """Its own settings and MILe's schedule."""
 
-    mile: mile.Block
     auto: Block
-
-    @property
-    def optimizer_state(self) -> Literal["keep", "reset"]:
-        """What becomes of the momentum when weights are swapped."""
-        return self.mile.optimizer_state
-
-
-def settings(recipe: Any) -> Settings:
-    """Both blocks of a recipe."""
-    return Settings(recipe.mile, recipe.auto)
+    mile: mile.Block
 
 
 def check(block: Settings, recipe: Any) -> list[str]:
-    """Both blocks are needed, and labels are made batch by batch."""
+    """Labels are made batch by batch."""
     del recipe
-    if block.auto is None:
-        return ["--rho auto needs a block auto: in the recipe (recipes/multi-mnist/auto.yaml has one)"]
-    if block.mile is None:
-        return ["method auto needs a block mile: in the recipe, for its schedule"]
-    if block.mile.targets != "threshold" or block.mile.pseudo_labels != "batch":
-        return ["--rho auto needs mile.targets: threshold and mile.pseudo_labels: batch"]
-    return []
+    return [
+        f"--rho auto needs mile.{key}: {value}, and it is {found}"
+        for key, value, found in (
+            ("targets", "threshold", block.mile.targets),
+            ("pseudo_labels", "batch", block.mile.pseudo_labels),
+        )
+        if found != value
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class ImitationValues:
     """What an imitation needs to know."""
 
     beta: float
@@ -91,8 +79,8 @@ class Rule:
 
 def phases(block: Settings, budget: Budget) -> list[Phase]:
     """MILe's, with imitations whose thresholds are not known yet."""
-    rule = Rule(**block.auto.model_dump(include={"beta", "ce", "teacher", "gate", "v_min", "g_min"}))
-    return mile.in_turn(block.mile, budget, {"given": False, "values": rule, "union": True})
+    values = ImitationValues(**block.auto.model_dump(include={"beta", "ce", "teacher", "gate", "v_min", "g_min"}))
+    return mile.in_turn(block.mile, budget, {"given": False, "values": values, "union": True})
 
 
 def warnings(block: Settings, budget: Budget, generations: int, num_classes: int, new_head: bool) -> list[str]:
@@ -120,15 +108,13 @@ def loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) -> Tenso
     if phase.given:
         return bce(logits, targets, step.class_weights)
     assert step.teacher_logits is not None
-    rule: Rule = phase.values
-    ranks = (1 - rule.teacher) * step.given + rule.teacher * step.teacher_logits.float().softmax(1)
-    return bce(logits, targets, step.class_weights) + rule.ce * cross_entropy(logits, ranks, step.class_weights)
+    values: ImitationValues = phase.values
+    ranks = (1 - values.teacher) * step.given + values.teacher * step.teacher_logits.float().softmax(1)
+    return bce(logits, targets, step.class_weights) + values.ce * cross_entropy(logits, ranks, step.class_weights)
 
 
 def untrained_loss(phase: Phase, num_classes: int, labels: float, head_bias: Literal["zero", "prior"]) -> float | None:
     """BCE's, and the softmax term's where there is one."""
-    from finetune_mile.methods import loss_of_new_head
-
     base = loss_of_new_head(phase, num_classes, labels, head_bias)
     softmax = loss_of_new_head(replace(phase, loss="cross_entropy"), num_classes, labels, head_bias)
     if base is None or softmax is None or phase.given:
@@ -157,15 +143,15 @@ class State(MethodState):
         given = self.run.given
         prior = torch.bincount(given[given >= 0], minlength=self.run.num_classes)
         was_open = bool(self.verdicts) and self.verdicts[-1].open
-        rule: Rule = phase.values
+        values: ImitationValues = phase.values
         verdict = judge(
-            logits, labels, prior, generation=phase.generation, gate=rule.gate, v_min=rule.v_min, g_min=rule.g_min,
-            was_open=was_open,
+            logits, labels, prior, generation=phase.generation, gate=values.gate, v_min=values.v_min,
+            g_min=values.g_min, was_open=was_open,
         )  # fmt: skip
         self.verdicts.append(verdict)
         return Decision(
             record={key: value for key, value in asdict(verdict).items() if key != "thresholds"},
-            sentence=_in_words(verdict, rule),
+            sentence=_in_words(verdict, values),
             warning=None if not verdict.open or phase.steps >= SHORT_IMITATION else
             f"an imitation of {phase.steps} steps is short for labels that were found, and may cost accuracy: "
             "raise --steps, or make it one long imitation (docs/auto.md)",
@@ -217,11 +203,19 @@ class State(MethodState):
         self.shift = saved["shift"]
 
 
-def _in_words(verdict: Verdict, rule: Rule) -> str:
+def _in_words(verdict: Verdict, values: ImitationValues) -> str:
     evidence = f"v {verdict.v:.2f} ± {verdict.v * verdict.v_error:.2f}, g {verdict.g:.2f} ± {verdict.g_error:.2f}"
     if verdict.open:
         return f"generation {verdict.generation}: {verdict.labels_found:.1f} labels per image ({evidence})"
     return (
         f"generation {verdict.generation}: no labels added; training continues on the given labels. Evidence for more "
-        f"labels is too weak ({evidence}; needs v ≥ {rule.v_min:g} and g ≥ {rule.g_min:g}, docs/auto.md)."
+        f"labels is too weak ({evidence}; needs v ≥ {values.v_min:g} and g ≥ {values.g_min:g}, docs/auto.md)."
     )
+
+
+METHOD = Method(
+    name="auto", phases=phases, Block=Block, more_blocks=("mile",), settings=Settings,
+    traits=lambda block: Traits(optimizer_state=block.mile.optimizer_state),
+    needs=frozenset({"teacher", "held_out"}), flags={"k_t": "mile.k_t", "k_s": "mile.k_s"}, guarded=False,
+    check=check, warnings=warnings, targets=targets, loss=loss, untrained_loss=untrained_loss, State=State,
+)  # fmt: skip

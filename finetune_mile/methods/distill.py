@@ -7,10 +7,8 @@ from typing import Any
 from pydantic import Field
 
 from finetune_mile.learning.phases import Budget, Phase
-from finetune_mile.methods.pseudo_labels import Imitation, activation_of_loss, as_phase
-
-ACTIVATION = activation_of_loss
-NEEDS = ("teacher", "teacher_file")
+from finetune_mile.methods import Method
+from finetune_mile.methods.pseudo_labels import Imitation, as_phase, imitation_traits
 
 
 class Block(Imitation):
@@ -39,3 +37,9 @@ def phases(block: Block, budget: Budget) -> list[Phase]:
             **as_phase(block.rule, union=block.union),
         )
     ]  # fmt: skip
+
+
+METHOD = Method(
+    name="distill", phases=phases, Block=Block, traits=imitation_traits, needs=frozenset({"teacher", "teacher_file"}),
+    flags={"rho": "distill.rho"}, check=check,
+)  # fmt: skip

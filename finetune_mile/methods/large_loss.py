@@ -12,11 +12,10 @@ from pydantic import Field
 
 from finetune_mile.core.types import Section
 from finetune_mile.learning.phases import Budget, Phase, StepView, one_interaction
+from finetune_mile.methods import Method
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-NEEDS = ("whole_batch", "hard_labels")
 
 
 class Block(Section):
@@ -44,3 +43,8 @@ def loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) -> Tenso
         smallest = candidates.topk(rejected).values[-1]
         entries = entries.masked_fill(negative & (entries.detach() >= smallest), 0.0)
     return entries.sum(1).mean()
+
+
+METHOD = Method(
+    name="large-loss", phases=phases, Block=Block, needs=frozenset({"whole_batch", "hard_labels"}), loss=loss
+)

@@ -16,9 +16,9 @@ from pydantic import AfterValidator, Field
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Amount, Section
 from finetune_mile.learning.phases import Budget, Phase
+from finetune_mile.methods import Method, Traits
 from finetune_mile.methods.pseudo_labels import Argmax, Rule, Soften, Threshold, as_phase, check_generations
 
-NEEDS = ("teacher",)
 LONG_PHASE_EPOCHS = 5.0  # an interaction of more epochs than this has memorised its labels
 
 # Where the paper and its published code disagree.
@@ -157,3 +157,15 @@ def warnings(block: Block, budget: Budget, generations: int, num_classes: int, n
         rest = random if warmup == 0 else "keep the warm-up"
         sentences.append(f"rho {block.rho:g} is near the prior 1/C = {prior:g}; {rest}")
     return sentences
+
+
+def traits(block: Block) -> Traits:
+    """What a run must know of its settings."""
+    rho = block.rho if isinstance(block.rho, float) else None
+    return Traits(optimizer_state=block.optimizer_state, pseudo_labels=block.pseudo_labels, rho=rho)
+
+
+METHOD = Method(
+    name="mile", phases=phases, Block=Block, traits=traits, needs=frozenset({"teacher"}), variants=VARIANTS,
+    flags={"k_t": "mile.k_t", "k_s": "mile.k_s", "rho": "mile.rho"}, warnings=warnings,
+)  # fmt: skip

@@ -6,10 +6,8 @@ from pydantic import Field
 
 from finetune_mile.core.types import Amount
 from finetune_mile.learning.phases import Budget, Phase
-from finetune_mile.methods.pseudo_labels import Imitation, activation_of_loss, fresh_imitations
-
-ACTIVATION = activation_of_loss
-NEEDS = ("teacher",)
+from finetune_mile.methods import Method
+from finetune_mile.methods.pseudo_labels import Imitation, fresh_imitations, imitation_traits
 
 
 class Block(Imitation):
@@ -23,3 +21,9 @@ def phases(block: Block, budget: Budget) -> list[Phase]:
     """One interaction, then `generations` imitations."""
     interaction = budget.steps(block.interaction)
     return fresh_imitations(block, budget, interaction=interaction, generations=block.generations)
+
+
+METHOD = Method(
+    name="noisy-student", phases=phases, Block=Block, traits=imitation_traits, needs=frozenset({"teacher"}),
+    flags={"rho": "noisy_student.rho"},
+)  # fmt: skip

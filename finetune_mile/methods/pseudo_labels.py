@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Section
 from finetune_mile.learning.phases import Budget, Loss, Phase
+from finetune_mile.methods import Activation, Traits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,9 +111,10 @@ class Imitation(Section):
         return Argmax() if self.targets == "argmax" else Soften(temperature=self.temperature)
 
 
-def activation_of_loss(block: Imitation) -> Literal["softmax", "sigmoid"]:
-    """How the outputs of a network that was trained with the block's loss are read."""
-    return "sigmoid" if block.loss == "bce" else "softmax"
+def imitation_traits(block: Imitation) -> Traits:
+    """The outputs of a network are read as the block's loss trains them."""
+    activation: Activation = "sigmoid" if block.loss == "bce" else "softmax"
+    return Traits(activation=activation, pseudo_labels=block.pseudo_labels, rho=block.rho)
 
 
 def fresh_imitations(block: Imitation, budget: Budget, *, interaction: int, generations: int) -> list[Phase]:

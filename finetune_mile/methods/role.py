@@ -15,11 +15,11 @@ from pydantic import Field
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Section
 from finetune_mile.learning.phases import Budget, MethodState, Phase, RunView, StepView, one_interaction
+from finetune_mile.methods import Method
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-NEEDS = ("whole_batch", "hard_labels", "image_state")
 GIVEN, SPREAD = 0.995, 0.1  # first estimate of a given label; half the range around 0.5 of the others
 
 
@@ -113,3 +113,9 @@ class State(MethodState):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore them."""
         self.estimates.copy_(saved["estimates"])
+
+
+METHOD = Method(
+    name="role", phases=phases, Block=Block, needs=frozenset({"whole_batch", "hard_labels", "image_state"}),
+    loss=loss, untrained_loss=untrained_loss, State=State,
+)  # fmt: skip

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from finetune_mile.core.types import Amount
 from finetune_mile.learning.phases import Budget, Phase
-from finetune_mile.methods.pseudo_labels import Imitation, activation_of_loss, fresh_imitations
-
-ACTIVATION = activation_of_loss
-NEEDS = ("teacher",)
+from finetune_mile.methods import Method
+from finetune_mile.methods.pseudo_labels import Imitation, fresh_imitations, imitation_traits
 
 
 class Block(Imitation):
@@ -19,3 +17,9 @@ class Block(Imitation):
 def phases(block: Block, budget: Budget) -> list[Phase]:
     """One interaction, one imitation."""
     return fresh_imitations(block, budget, interaction=budget.steps(block.interaction), generations=1)
+
+
+METHOD = Method(
+    name="self-distill", phases=phases, Block=Block, traits=imitation_traits, needs=frozenset({"teacher"}),
+    flags={"rho": "self_distill.rho"},
+)  # fmt: skip

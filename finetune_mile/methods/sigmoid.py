@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from finetune_mile.learning.phases import Budget, Phase, one_interaction
+from finetune_mile.methods import Method
 
 
 def phases(block: None, budget: Budget) -> list[Phase]:
     """One long interaction."""
     del block
     return one_interaction(budget, "bce")
+
+
+METHOD = Method(name="sigmoid", phases=phases)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from finetune_mile.learning.phases import Budget, Phase, one_interaction
-
-ACTIVATION = "softmax"
+from finetune_mile.methods import Method, Traits
 
 
 def phases(block: None, budget: Budget) -> list[Phase]:
     """One long interaction."""
     del block
     return one_interaction(budget, "cross_entropy")
+
+
+METHOD = Method(name="softmax", phases=phases, traits=lambda _: Traits(activation="softmax"))

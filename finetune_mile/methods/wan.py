@@ -6,11 +6,10 @@ import math
 from typing import TYPE_CHECKING, Literal
 
 from finetune_mile.learning.phases import Budget, Phase, StepView, one_interaction
+from finetune_mile.methods import Method
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-NEEDS = ("hard_labels",)
 
 
 def phases(block: None, budget: Budget) -> list[Phase]:
@@ -36,3 +35,6 @@ def untrained_loss(phase: Phase, num_classes: int, labels: float, head_bias: Lit
     del phase
     chance = 0.5 if head_bias == "zero" else 1 / (num_classes + 1)
     return -labels * math.log(chance) - (num_classes - labels) / max(num_classes - 1, 1) * math.log(1 - chance)
+
+
+METHOD = Method(name="wan", phases=phases, needs=frozenset({"hard_labels"}), loss=loss, untrained_loss=untrained_loss)

@@ -27,8 +27,8 @@ def resample(positions: Tensor, old: tuple[int, int], new: tuple[int, int], pref
         new: rows and columns wanted.
         prefix: tokens without a place in the grid.
         resize: `timm` as timm's `resample_abs_pos_embed` (bicubic with anti-aliasing; DINOv2 with registers does the
-            same), `plain` as MAE, DeiT and transformers (bicubic), `offset` as DINO, iBOT and DINOv2 (bicubic, by a
-            scale factor that is slightly larger).
+            same), `plain` as MAE, DeiT and transformers (bicubic), `offset` as DINO, iBOT and DINOv2 without registers
+            (bicubic, by a scale factor that is slightly larger).
     """
     if old == new:
         return positions

@@ -80,7 +80,7 @@ OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
 # what timm's constructor does not take
 _OWN: dict[str, Callable[[str], Any]] = {
     "eps": _number,  # of all layer norms
-    "resize": _word("plain", "offset"),  # how positions are resized: `any_size.resample`
+    "resize": _word("timm", "plain", "offset"),  # how positions are resized: `any_size.resample`
     "stem": _word("conv"),  # MoCo-v3's convolutional stem
 }
 

@@ -10,7 +10,18 @@ import yaml
 from jinja2 import Environment, PackageLoader
 
 Form = Literal["own", "timm", "hf", "onnx", "torch"]
-MEASURES = ("accuracy", "test_accuracy", "real_acc", "f1@0.25", "f1@0.5", "trivial_f1", "lrap", "coverage@0.25")
+MEASURES = (
+    "accuracy",
+    "test_accuracy",
+    "map",
+    "test_map",
+    "real_acc",
+    "f1@0.25",
+    "f1@0.5",
+    "trivial_f1",
+    "lrap",
+    "coverage@0.25",
+)
 LIBRARY = {"own": "finetune_mile", "timm": "timm", "hf": "transformers", "onnx": "onnx", "torch": "pytorch"}
 UNKNOWN = dict.fromkeys(("method", "data", "init", "licence"), "unknown")
 

@@ -13,14 +13,17 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file
 from finetune_mile.images.index import say_skipped, say_unreadable
-from finetune_mile.measures import closing_rows
+from finetune_mile.images.splits import label_names
+from finetune_mile.measures import closing_rows, say_threshold
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from finetune_mile.pretraining.run import Setup as PretrainSetup
+    from finetune_mile.compute.passes import Outputs
+    from finetune_mile.pretraining.run import PretrainSetup
+    from finetune_mile.training.finish import Scored
     from finetune_mile.training.folder import RunFolder
     from finetune_mile.training.setup import Setup
 
@@ -28,6 +31,7 @@ INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
 GALLERY, MOST_FOUND = 18, 6  # images, and labels of each
 CLASS_COLUMNS = {  # of per_class.csv, in the table of classes
     "given": "images", "accuracy": "accuracy, %", "taken_for": "most often taken for", "true": "images with it",
+    "average_precision": "average precision, %",
     "precision@0.25": "precision at 0.25, %", "recall@0.25": "recall, %", "f1@0.25": "F1, %",
 }  # fmt: skip
 MOST_CLASSES = 1000  # in that table
@@ -53,22 +57,9 @@ def data_url(png: bytes) -> str:
 # --------------------------------------------------------------------------------------------- report.html of a run
 
 
-def write_report(
-    setup: Setup, shown: Tensor, folder: RunFolder, results: dict[str, float], tables: dict[str, dict[str, Tensor]],
-    notes: list[str], warning: str | None, threshold: float,
-) -> None:  # fmt: skip
-    """Write report.html into the run folder.
-
-    Args:
-        setup: of the run.
-        shown: the learner's logits (n, C) on the `gallery_images`.
-        folder: of the run.
-        results: of results.json.
-        tables: file name to the columns (C,) of per_class.csv.
-        notes: sentences about the results.
-        warning: a sentence for the top of the page.
-        threshold: least probability of a label beside the best one.
-    """
+def write_report(setup: Setup, scored: Scored, folder: RunFolder) -> None:
+    """Write report.html into the run folder."""
+    results = scored.results
     unread = [say_skipped(int(results["bad_images"]), Path("bad_images.csv"))] if results.get("bad_images") else []
     unread += [say_unreadable(setup.data.unreadable)] if setup.data.unreadable else []
     records = folder.metrics()
@@ -77,16 +68,16 @@ def write_report(
         folder.path / "report.html",
         "report.html",
         title=folder.path.name,
-        warning=warning,
+        warning=scored.warning,
         recipe=setup.recipe,
         data=setup.data.name,
-        rows=closing_rows(results),
-        per_class={name: class_rows(setup.data.classes, table) for name, table in tables.items()},
-        notes=[*notes, *unread],
+        rows=closing_rows(results, setup.recipe.method),
+        per_class={name: class_rows(setup.data.classes, table) for name, table in scored.tables.items()},
+        notes=[*scored.notes, *unread],
         plots={name: embed(figure) for name, figure in plots.items() if figure is not None},
         verdicts=[r for r in records if r["kind"] == "gate"],
-        gallery=gallery(setup, shown, threshold),
-        threshold=f"{threshold:g}",
+        gallery=gallery(setup, scored.shown, scored.threshold),
+        threshold=say_threshold(scored.threshold),
         has_truth=setup.data.val.truth is not None,
         settings=to_yaml(setup.recipe),
         info=folder.info,
@@ -96,7 +87,7 @@ def write_report(
 def class_rows(classes: tuple[str, ...], table: dict[str, Tensor]) -> list[dict[str, str]]:
     """Lines of a table of classes, the lowest score first: title of a column to text; columns of `table` are (C,)."""
     columns = {key: table[key].tolist() for key in CLASS_COLUMNS if key in table}
-    score = next(columns[key] for key in ("accuracy", "f1@0.25") if key in columns)
+    score = next(columns[key] for key in ("accuracy", "average_precision") if key in columns)
     order = sorted(range(len(classes)), key=lambda i: (score[i] != score[i], score[i]))[:MOST_CLASSES]
 
     def text(key: str, value: float) -> str:
@@ -159,8 +150,8 @@ def generation_plot(records: list[dict[str, Any]]) -> Figure | None:
     """Accuracy and F1 of teacher and student at the end of their phases, and the teacher's labels."""
     evaluations = [r for r in records if r["kind"] == "evaluation"]
     labels = [r for r in evaluations if r.get("labels")]
-    shown = [(key, name) for key, name in (("accuracy", "accuracy, %"), ("f1@0.25", "F1 at 0.25, %"))
-             if any(key in r for r in evaluations)]  # fmt: skip
+    names = {"accuracy": "accuracy, %", "map": "mean average precision, %", "f1@0.25": "F1 at 0.25, %"}
+    shown = [(key, name) for key, name in names.items() if any(key in r for r in evaluations)]
     if len(evaluations) < 2 or not shown:
         return None
     figure, axes = plot_figure(len(shown) + bool(labels), shown[0][1])
@@ -203,7 +194,7 @@ def gallery_images(setup: Setup) -> Tensor:
     return pick_probe(len(setup.data.val), GALLERY)
 
 
-def gallery(setup: Setup, logits: Tensor, threshold: float) -> list[dict[str, object]]:
+def gallery(setup: Setup, logits: Outputs, threshold: float | Tensor) -> list[dict[str, object]]:
     """Validation images with the given label, the labels found, and the true ones where known.
 
     Args:
@@ -211,26 +202,31 @@ def gallery(setup: Setup, logits: Tensor, threshold: float) -> list[dict[str, ob
         logits: (n, C) on the `gallery_images`.
         threshold: least probability of a label; below it the best one is shown, in parentheses.
     """
+    import torch
+
     from finetune_mile.images.pipeline import centre_view
 
     val, classes, picked = setup.data.val, setup.data.classes, gallery_images(setup)
-    probabilities = setup.probabilities(logits)
+    rows = zip(setup.probabilities(logits.rows), logits.readable.tolist(), picked.tolist(), strict=True)
     shown: list[dict[str, object]] = []
-    for row, index in zip(probabilities, picked.tolist(), strict=True):
-        if bool(row.isnan().all()):
-            continue  # an image that cannot be read
+    for row, readable, index in rows:
+        if not readable:
+            continue
         truth = None if val.truth is None else set(val.truth[index].nonzero().flatten().tolist())
-        best = row.argsort(descending=True)[: min(max(int((row > threshold).sum()), 1), MOST_FOUND)].tolist()
+        above = row > threshold
+        order = row.argsort(descending=True)
+        best = torch.cat([order[:1], order[1:][above[order[1:]]]])[:MOST_FOUND].tolist()
         predicted = [
-            {"text": f"{classes[c]} {row[c]:.2f}" if row[c] > threshold else f"({classes[c]} {row[c]:.2f})",
+            {"text": f"{classes[c]} {row[c]:.2f}" if above[c] else f"({classes[c]} {row[c]:.2f})",
              "right": None if truth is None else c in truth}
             for c in best
         ]  # fmt: skip
-        given = val.given[index]
-        names = [classes[int(given)]] if given.ndim == 0 else [classes[c] for c in given.nonzero().flatten().tolist()]
+        (names,) = label_names(val.given[index : index + 1], classes)
         missed = [] if truth is None else [classes[c] for c in sorted(truth - set(best))]
         picture = data_url(png_of(centre_view(val.read(index), setup.viewer.preprocess)))
-        shown.append({"picture": picture, "given": ", ".join(names), "found": predicted, "missed": missed})
+        shown.append(
+            {"picture": picture, "given": ", ".join(names) or "no label", "found": predicted, "missed": missed}
+        )
     return shown
 
 

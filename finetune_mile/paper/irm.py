@@ -13,12 +13,10 @@ from pydantic import Field
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Amount, Section
 from finetune_mile.learning.phases import Budget, Phase, StepView
+from finetune_mile.methods import Method, Traits
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ACTIVATION = "softmax"
-NEEDS = ("environments", "whole_batch")
 
 
 class Block(Section):
@@ -101,3 +99,10 @@ def environment_sums(
     slopes = ((log_chances.exp() * shares.sum(1, keepdim=True) - shares) * logits).sum(1)
     columns = torch.stack([losses.new_ones(len(losses)), losses, slopes], 1)
     return torch.nn.functional.one_hot(environment, count).float().T @ columns
+
+
+METHOD = Method(
+    name="irm", phases=phases, Block=Block, needs=frozenset({"environments", "whole_batch"}),
+    traits=lambda block: Traits(activation="softmax", optimizer_state=block.optimizer_state),
+    loss=loss, untrained_loss=untrained_loss,
+)  # fmt: skip

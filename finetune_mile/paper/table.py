@@ -6,10 +6,9 @@ import argparse
 import os
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from finetune_mile.config.flags import Parser
 from finetune_mile.config.resolve import set_settings
@@ -29,7 +28,6 @@ from finetune_mile.paper.tables.runs import (
     states_of,
     yaml_value,
 )
-from finetune_mile.paper.tables.upstream import Verdict, compare
 
 if TYPE_CHECKING:
     from finetune_mile.paper.tables.running import Command
@@ -205,28 +203,18 @@ def _statuses(states: Sequence[RunState]) -> str:
 
 
 def settings_and_sources(state: RunState) -> list[str]:
-    """Settings that flags gave, or whose source the recipe names: `key = value   who set it; where it is from`.
-
-    Before that upstream's value beside ours, where recipes/upstream.yaml knows it: equal, ours or unknown.
-    """
+    """Settings that flags gave, or whose source the recipe names: `key = value   who set it; where it is from`."""
     resolved, meaning = state.meaning.resolved, state.meaning
     if resolved is None:
         return [f"{key} = {yaml_value(value)}" for key, value in meaning.tree.items()]
     lines = [f"recipe = {resolved.path.stem}   {resolved.why}"]
-    beside = compare(f"{resolved.path.parent.name}/{resolved.path.stem}", meaning.tree)
-    if beside:
-        counts = Counter(each.verdict for each in beside.values())
-        told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict))
-        lines.append(f"upstream = {told}   recipes/upstream.yaml")
     for key, value in meaning.tree.items():
         speaker = resolved.said_by.get(key, "")
         source = resolved.sources.get(key) or resolved.sources.get(key.rpartition(".")[0], "")
         if key == "seed" or (key == "data" and not meaning.data_here):
             continue
-        if speaker.startswith("--") or source or key in beside:
-            upstream = [f"[{beside[key].sentence}]"] if key in beside else []
-            said = "; ".join(part for part in (speaker, source) if part)
-            lines.append(f"{key} = {yaml_value(value)}   " + " ".join([*upstream, said]).rstrip())
+        if speaker.startswith("--") or source:
+            lines.append(f"{key} = {yaml_value(value)}   {'; '.join(part for part in (speaker, source) if part)}")
     if not meaning.data_here:
         lines.append("data = imagenet   found by IMAGENET_DIR when it is run; it is not on this machine")
     return lines

@@ -142,8 +142,9 @@ def sums(prices: Mapping[str, Estimate | str], every: Counter[str], missing: Cou
     for name, runs in (("all", every), ("missing", missing)):
         total = sum((price.seconds * runs[cell] for cell, price in priced.items()), start=torch.zeros(3))
         lines.append(f"{name} {runs.total()} runs: {time_words(total)}, one after another")
-    disk = sum(sum(price.disk.values()) * every[cell] for cell, price in priced.items())
-    lines.append(f"disk {decimal(disk)}, if every run folder is kept")
+    disk = sum(price.left * every[cell] for cell, price in priced.items())
+    most = max((price.disk["checkpoints"] for price in priced.values()), default=0)
+    lines.append(f"disk {decimal(disk)}, if every run folder is kept, and up to {decimal(most)} for a run at work")
     if not all(price.work.here for price in priced.values()):
         lines.append("some data is not on this machine: images are counted from its description, reading is not timed")
     if len(priced) < len(prices):

@@ -46,7 +46,7 @@ class Learner(Protocol):
 class SimCLR(nn.Module):
     """NT-Xent over the projections of both views, of all processes."""
 
-    def __init__(self, backbone: nn.Module, features: int, settings: recipe.SimCLR) -> None:
+    def __init__(self, backbone: nn.Module, features: int, settings: recipe.SimCLRSettings) -> None:
         super().__init__()
         self.backbone = backbone
         self.projection_head = SimCLRProjectionHead(
@@ -73,7 +73,7 @@ class SimCLR(nn.Module):
 class MoCoV2(nn.Module):
     """A momentum encoder makes the keys; earlier keys wait in a queue as negatives."""
 
-    def __init__(self, backbone: nn.Module, features: int, settings: recipe.MoCoV2, steps: int) -> None:
+    def __init__(self, backbone: nn.Module, features: int, settings: recipe.MoCoV2Settings, steps: int) -> None:
         super().__init__()
         self.settings, self.steps = settings, steps
         self.backbone = backbone
@@ -115,7 +115,7 @@ class MoCoV2(nn.Module):
 class BYOL(nn.Module):
     """Each view predicts what the momentum encoder makes of the other."""
 
-    def __init__(self, backbone: nn.Module, features: int, settings: recipe.BYOL, steps: int) -> None:
+    def __init__(self, backbone: nn.Module, features: int, settings: recipe.BYOLSettings, steps: int) -> None:
         super().__init__()
         self.settings, self.steps = settings, steps
         self.backbone = backbone
@@ -149,7 +149,7 @@ class BYOL(nn.Module):
 class SwAV(nn.Module):
     """Each view predicts the other's soft cluster; small views predict both."""
 
-    def __init__(self, backbone: nn.Module, features: int, settings: recipe.SwAV, steps: Steps) -> None:
+    def __init__(self, backbone: nn.Module, features: int, settings: recipe.SwAVSettings, steps: Steps) -> None:
         super().__init__()
         self.step = 0
         self.frozen, self.queue_from = steps(settings.frozen), steps(settings.queue_from)
@@ -217,8 +217,8 @@ def _slow(module: nn.Module) -> nn.Module:
 
 # Method: from a trunk, its number of features, the recipe and a way to count steps to the module.
 METHODS: dict[str, Callable[[nn.Module, int, recipe.Pretrain, Steps], nn.Module]] = {
-    "simclr": lambda trunk, features, r, _: SimCLR(trunk, features, cast(recipe.SimCLR, r.simclr)),
-    "mocov2": lambda trunk, features, r, _: MoCoV2(trunk, features, cast(recipe.MoCoV2, r.mocov2), r.steps),
-    "byol": lambda trunk, features, r, _: BYOL(trunk, features, cast(recipe.BYOL, r.byol), r.steps),
-    "swav": lambda trunk, features, r, steps: SwAV(trunk, features, cast(recipe.SwAV, r.swav), steps),
+    "simclr": lambda trunk, features, r, _: SimCLR(trunk, features, cast(recipe.SimCLRSettings, r.simclr)),
+    "mocov2": lambda trunk, features, r, _: MoCoV2(trunk, features, cast(recipe.MoCoV2Settings, r.mocov2), r.steps),
+    "byol": lambda trunk, features, r, _: BYOL(trunk, features, cast(recipe.BYOLSettings, r.byol), r.steps),
+    "swav": lambda trunk, features, r, steps: SwAV(trunk, features, cast(recipe.SwAVSettings, r.swav), steps),
 }

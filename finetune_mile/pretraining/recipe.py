@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from finetune_mile.config.resolve import FLAG_PATHS, Merged, find_recipe, put_flags, read_yaml, set_settings, validated
+from finetune_mile.config.schema import tell_all
 from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, NO, Amount, Positive, Section, Seed
 
 FOLDER = "pretrain"  # below recipes/
@@ -66,13 +67,13 @@ class Head(Section):
     batch_norm: bool = Field(description="in the heads")
 
 
-class SimCLR(Head):
+class SimCLRSettings(Head):
     """Each view must find its partner among all views of the batch."""
 
     temperature: float = Field(gt=0)
 
 
-class MoCoV2(Head):
+class MoCoV2Settings(Head):
     """A view must find its partner, seen by a slow copy of the network, among a queue of earlier ones."""
 
     temperature: float = Field(gt=0)
@@ -82,14 +83,14 @@ class MoCoV2(Head):
     symmetric: bool = Field(description="both views take both parts (twice the work), or one each")
 
 
-class BYOL(Head):
+class BYOLSettings(Head):
     """A view must predict its partner as a slow copy of the network sees it; there are no negatives."""
 
     momentum: Momentum = Field(description="of the slow copy, at the first step")
     momentum_end: Momentum = Field(description="and at the last; a cosine between")
 
 
-class SwAV(Head):
+class SwAVSettings(Head):
     """A view must predict the cluster of its partner; clusters are kept equally full."""
 
     temperature: float = Field(gt=0)
@@ -141,10 +142,10 @@ class Pretrain(Section):
     batch_size: int = Field(gt=1, le=LARGEST_BATCH, description="images over all processes; each gives two views")
     optimizer: PretrainOptimizer
     views: ViewSettings
-    simclr: SimCLR | None = None
-    mocov2: MoCoV2 | None = None
-    byol: BYOL | None = None
-    swav: SwAV | None = None
+    simclr: SimCLRSettings | None = None
+    mocov2: MoCoV2Settings | None = None
+    byol: BYOLSettings | None = None
+    swav: SwAVSettings | None = None
     neighbours: Neighbours
     precision: Annotated[Literal["no", "tf32", "fp16", "bf16", "auto"], NO] = "no"
     sync_batch_norm: bool = False
@@ -157,12 +158,13 @@ class Pretrain(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> Pretrain:
-        if getattr(self, self.method) is None:
-            raise ValueError(f"method {self.method} needs a block {self.method}: in the recipe")
-        if self.optimizer.name == "lars" and self.optimizer.nesterov:
-            raise ValueError("optimizer.nesterov: true does not go with lars")
-        if self.size is None and self.source_size is not None:
-            raise ValueError("source_size without size: say how large the views are")
+        tell_all([
+            (getattr(self, self.method) is None, f"method {self.method} needs a block {self.method}: in the recipe"),
+            (self.optimizer.name == "lars" and self.optimizer.nesterov,
+             "optimizer.nesterov: true does not go with lars"),
+            (self.size is None and self.source_size is not None,
+             "source_size needs size: set the side of the views too"),
+        ])  # fmt: skip
         return self
 
     @property
@@ -180,7 +182,7 @@ class Pretrain(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
+class ResolvedPretrain:
     """A checked recipe, the file it came from, and for each setting who said it."""
 
     recipe: Pretrain
@@ -189,7 +191,7 @@ class Resolved:
     said_by: Mapping[str, str]
 
 
-def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
+def resolve(flags: Mapping[str, Any], sets: list[str]) -> ResolvedPretrain:
     """Flags over recipe, checked; every problem is raised in one go.
 
     Args:
@@ -205,7 +207,7 @@ def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
     return check(read_yaml(path), {k: v for k, v in flags.items() if k != "recipe"}, sets, path, why)
 
 
-def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path: Path, why: str) -> Resolved:
+def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path: Path, why: str) -> ResolvedPretrain:
     """Put the layers on top of each other and validate once."""
     wrong: list[str] = []
     flags = {FLAG_PATHS.get(key, key): (value, "--" + key.replace("_", "-")) for key, value in given.items()}
@@ -213,4 +215,4 @@ def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path:
     merged.add(tree, {}, "recipe", f"recipe {path.name}: ")
     put_flags(merged, flags | set_settings(sets, wrong))
     recipe = validated(Pretrain, merged, path, wrong)
-    return Resolved(recipe=recipe, path=path, why=why, said_by=merged.said_by)
+    return ResolvedPretrain(recipe=recipe, path=path, why=why, said_by=merged.said_by)

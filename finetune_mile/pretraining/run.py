@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +60,7 @@ FEATURE_BATCH = 256  # images per forward pass of a process
 
 
 @dataclass(slots=True, kw_only=True)
-class Setup:
+class PretrainSetup:
     """A pre-training run before its first step. S is `source_size`, s is `size`."""
 
     recipe: Pretrain  # its sizes are known
@@ -156,8 +157,7 @@ class Setup:
         if not len(labelled):
             return torch.zeros(0, 1), labelled
         picked = labelled[pick_probe(len(labelled), limit)]
-        features = self.viewer.outputs(self.trunk, images, picked.numpy())
-        good = ~features.isnan().all(1)
+        features, good = self.viewer.outputs(self.trunk, images, picked.numpy())
         return features[good], labels[picked][good]
 
 
@@ -181,7 +181,7 @@ class ViewObjective:
         record.images += len(views[0])
 
 
-def set_up(recipe: Pretrain, path: Path, signals: Signals) -> Setup:
+def set_up(recipe: Pretrain, path: Path, signals: Signals) -> PretrainSetup:
     """Start the processes, open the data and build the network with random weights; nothing is written."""
     precision = wanted_precision(recipe.precision)
     accelerator = start(precision=precision, seed=recipe.seed, track="none", project=str(path))
@@ -207,17 +207,17 @@ def set_up(recipe: Pretrain, path: Path, signals: Signals) -> Setup:
     )
     trunk = build(recipe.arch)
     method = METHODS[recipe.method](trunk, cast(int, trunk.num_features), recipe, plan.steps)
-    return Setup(recipe=recipe, requested=requested, viewer=viewer, plan=plan, method=method)
+    return PretrainSetup(recipe=recipe, requested=requested, viewer=viewer, plan=plan, method=method)
 
 
-def open_folder(setup: Setup, path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
+def open_folder(setup: PretrainSetup, path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
     """The run folder with all that is known before the first step; the first process makes or completes it."""
     requested = requested_settings(setup.requested, setup.recipe)
     facts = {"verb": "pretrain", "images": len(setup.images), "requested": requested}
     return open_on_main(setup.accelerator, path, to_yaml(setup.recipe), {}, facts, resume=resume, overwrite=overwrite)
 
 
-def train(setup: Setup, folder: RunFolder) -> int:
+def train(setup: PretrainSetup, folder: RunFolder) -> int:
     """Train what is left, then finish; returns the exit code."""
 
     def work() -> dict[str, object]:
@@ -229,10 +229,10 @@ def train(setup: Setup, folder: RunFolder) -> int:
         return {"milliseconds_per_step": pace, **warn_of_spread(spread)}
 
     with computing(precision=setup.recipe.precision, benchmark=uses_gpu()):
-        return recorded(setup.accelerator, folder, setup.viewer.signals, work)
+        return recorded(setup.accelerator, folder, setup.viewer.signals, work, keep_checkpoints=True)
 
 
-def train_steps(setup: Setup, folder: RunFolder) -> tuple[float | None, Monitor]:
+def train_steps(setup: PretrainSetup, folder: RunFolder) -> tuple[float | None, Monitor]:
     """The steps that are left; returns the neighbours' accuracy before the first step, and the monitor."""
     recipe, accelerator, settings = setup.recipe, setup.accelerator, setup.recipe.optimizer
     method = setup.method
@@ -263,7 +263,7 @@ def train_steps(setup: Setup, folder: RunFolder) -> tuple[float | None, Monitor]
     return before, monitor
 
 
-def finish(setup: Setup, folder: RunFolder, before: float | None) -> None:
+def finish(setup: PretrainSetup, folder: RunFolder, before: float | None) -> None:
     """Score the features and write what a run leaves behind."""
     recipe = setup.recipe
     after = setup.neighbours()
@@ -286,11 +286,11 @@ def finish(setup: Setup, folder: RunFolder, before: float | None) -> None:
         )
     if skipped:
         out.print(say_skipped(skipped, setup.viewer.bad.path), markup=False)
-    out.print(f"fine-tune it with --init {folder.path}")
+    out.print(f"fine-tune it with --init {shlex.quote(str(folder.path))}")
     out.print(str(folder.path / "report.html"))
 
 
-def write_checkpoint(folder: Path, setup: Setup) -> None:
+def write_checkpoint(folder: Path, setup: PretrainSetup) -> None:
     """Write `checkpoint.ckpt` as lightly's modules save it, and `config.json` with what its tensors do not say."""
     recipe = setup.recipe
     folder.mkdir(exist_ok=True)

@@ -6,21 +6,25 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from finetune_mile.core.console import PLAIN_SECONDS
 from finetune_mile.measures import closing_rows
-
-PLAIN_SECONDS = 10.0  # without a terminal: a line this often
 
 
 class Display:
     """Progress on stderr; quiet on every process but the first."""
 
-    def __init__(self, total_steps: int, *, visible: bool, steps_per_epoch: float | None = None) -> None:
-        """A bar over the steps, with the generation, or the epoch where `steps_per_epoch` is given."""
+    def __init__(
+        self, total_steps: int, *, visible: bool, steps_per_epoch: float | None = None, after: int = 0
+    ) -> None:  # fmt: skip
+        """A bar over the steps, with the generation, or the epoch where `steps_per_epoch` is given.
+
+        The time left has `after` more steps in it: those of the run that follows a trial.
+        """
         self.console = Console(stderr=True, quiet=not visible)
-        self.total, self.steps_per_epoch = total_steps, steps_per_epoch
+        self.total, self.steps_per_epoch, self.after = total_steps, steps_per_epoch, after
         self.unit = "generation" if steps_per_epoch is None else "epoch"
         self._bar: Progress | None = None
         self._labels: TaskID | None = None
@@ -28,9 +32,11 @@ class Display:
             self._bar = Progress(
                 TextColumn("[bold]{task.fields[phase]:<11}"), TextColumn(f"{self.unit} {{task.fields[generation]}}"),
                 BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]:,.0f} images/s"),
-                TextColumn("loss {task.fields[loss]}"), TimeRemainingColumn(), console=self.console,
+                TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[left]}"), console=self.console,
             )  # fmt: skip
-            self._task = self._bar.add_task("", total=total_steps, phase="start", generation=0, speed=0.0, loss="-")
+            self._task = self._bar.add_task(
+                "", total=total_steps, phase="start", generation=0, speed=0.0, loss="-", left=""
+            )
         self._last = self._began = time.monotonic()
         self._first = 0
 
@@ -63,15 +69,18 @@ class Display:
     def step(self, step: int, phase: str, generation: int, speed: float, loss: float | None) -> None:
         if self.steps_per_epoch is not None:
             generation = int(step / self.steps_per_epoch)
-        shown = "-" if loss is None else f"{loss:.3f}"
+        shown, now = "-" if loss is None else f"{loss:.3f}", time.monotonic()
+        pace = (now - self._began) / max(step - self._first, 1)
+        left = f"{duration(pace * (self.total - step + self.after))} left{' with the run' if self.after else ''}"
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, phase=phase, generation=generation, speed=speed, loss=shown)
-        elif time.monotonic() - self._last > PLAIN_SECONDS or step == self.total:
-            self._last = time.monotonic()
-            pace = (self._last - self._began) / max(step - self._first, 1)
-            self.say(
-                f"step {step}/{self.total}  {phase}, {self.unit} {generation}  {speed:,.0f} images/s  loss {shown}  "
-                f"{pace * (self.total - step):.0f} s left"
+            self._bar.update(
+                self._task, completed=step, phase=phase, generation=generation, speed=speed, loss=shown, left=left
+            )
+        elif now - self._last > PLAIN_SECONDS or step == self.total:
+            self._last = now
+            self.say(  # losses of other phases are of other targets
+                f"step {step}/{self.total}  {self.unit} {generation}  {speed:,.0f} images/s  "
+                f"{phase} loss {shown}  {left}"
             )
 
     def labels(self, generation: int, done: int, images: int) -> None:
@@ -80,7 +89,7 @@ class Display:
         if self._bar is not None:
             if self._labels is None:
                 self._labels = self._bar.add_task(
-                    "", total=images, phase="labels", generation=generation, speed=0.0, loss="-"
+                    "", total=images, phase="labels", generation=generation, speed=0.0, loss="-", left=""
                 )
             speed = next(task.speed for task in self._bar.tasks if task.id == self._labels)
             self._bar.update(self._labels, completed=done, speed=speed or 0.0)
@@ -98,11 +107,11 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=160)
 
 
-def closing_table(results: dict[str, float], title: str) -> Table:
+def closing_table(results: dict[str, float], title: str, method: str) -> Table:
     """The results that a reader looks for first."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    for key, value, unit, meaning in closing_rows(results):
-        table.add_row(f"[bold]{key}", f"{value}{unit and ' ' + unit}", meaning)
+    for key, value, unit, interval, meaning in closing_rows(results, method):
+        table.add_row(f"[bold]{key}", f"{value}{unit and ' ' + unit}", f"[dim]{interval}", meaning)
     return table
 
 

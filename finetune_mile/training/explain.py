@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from itertools import groupby
 from typing import TYPE_CHECKING
 
-import yaml
-from pydantic import BaseModel
 from rich.console import Console
-from rich.table import Table
 
-from finetune_mile.config.resolve import Resolved, flat
+from finetune_mile.config.resolve import Resolved
 from finetune_mile.config.schema import Recipe
 from finetune_mile.images.index import say_unreadable
-from finetune_mile.learning.phases import Phase, trace
+from finetune_mile.learning.phases import trace
 from finetune_mile.training.plan import MOST_LABELS, Plan, has_trial, unintended
+from finetune_mile.training.settings import phase_table, runs_of, settings_table
 
 if TYPE_CHECKING:
     from finetune_mile.training.setup import Setup
 
-SHOWN_PHASES = 8
 SCHEDULE = ("mile.k_t", "mile.k_s", "mile.rho", "mile.warmup", "batch_size", "steps", "epochs")
 SWITCHES = (
     "channels_last", "cudnn_benchmark", "fused_optimizer", "compile", "gradient_checkpointing", "deterministic",
@@ -37,9 +31,9 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
     recipe, plan, report, world = setup.recipe, setup.plan, setup.report, setup.accelerator.num_processes
     if full:
         out.print(settings_table(resolved.recipe, resolved.said_by, resolved.sources))
-        out.print(_phases(plan.phases))
+        out.print(phase_table(plan.phases))
         steps = trace(plan.phases)
-        out.print(f"trace   {_runs(steps[:400])}{' ...' if len(steps) > 400 else ''}")
+        out.print(f"trace   {runs_of(steps[:400])}{' ...' if len(steps) > 400 else ''}")
     out.print(f"recipe  {resolved.path.name} ({resolved.why})")
     new = f" ({', '.join(report.reset)})" if 0 < len(report.reset) < 3 else ""
     out.print(
@@ -48,7 +42,7 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
         f"{len(report.dropped)} ignored"
     )
     if recipe.data.partition(":")[0] != "demo" and setup.card.name == "simclr-demo":
-        weights = sum(p.numel() for p in setup.network.parameters())
+        weights = sum(p.numel() for p in (setup.complete or setup.network).parameters())
         out.print(
             f"warning: --init {setup.card.name} is tiny ({weights:,} parameters) and has seen {setup.card.data} only. "
             "Use --init FILE, or a name from `finetune-mile weights ls`, for more accuracy.",
@@ -72,12 +66,21 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
     unused = len(given) - int(((given > 0).any(1) if given.ndim == 2 else given >= 0).sum())
     if recipe.semi == "none" and unused:
         out.print(f"        {unused:,} images have no label and are not used; use them with --method mile --semi all")
-    if any(resolved.said_by.get(key, "").startswith("--") for key in SCHEDULE):  # else it is the recipe's business
+    if schedule_is_given(resolved):  # else it is the recipe's business
         for sentence in unintended(recipe, plan, labelled, setup.num_classes):
             out.print(f"warning: {sentence}", style="yellow", markup=False)
-    notes = [*setup.data.notes, *([say_unreadable(setup.data.unreadable)] if setup.data.unreadable else [])]
-    for sentence in notes:
+    for sentence in setup.data.notes:
+        out.print(f"note: --data {recipe.data}: {sentence}", markup=False)
+    if setup.data.unreadable:
+        sentence = say_unreadable(setup.data.unreadable)
         out.print(f"warning: --data {recipe.data}: {sentence}", style="yellow", markup=False)
+    own = None if recipe.init == "none" else setup.own_size
+    if own is not None and size < own and recipe.trunk != "frozen":
+        out.print(
+            f"note: --size {size} is below the checkpoint's own {own} pixels, which can cost more accuracy than "
+            "fine-tuning brings. Compare with --trunk frozen without --size (docs/own-photos.md has a table).",
+            markup=False,
+        )
     if recipe.trunk != "all":
         learning = sum(p.numel() for p in setup.network.parameters() if p.requires_grad)
         way = "on features that are computed once, without augmentation" if recipe.trunk == "frozen" else "on images"
@@ -108,9 +111,14 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
         out.print(f"speed   on: {', '.join(on) or 'nothing'}; off: {', '.join(off) or 'nothing'} (docs/gpus.md)")
 
 
+def schedule_is_given(resolved: Resolved) -> bool:
+    """Did a flag set a part of the schedule?"""
+    return any(resolved.said_by.get(key, "").startswith("--") for key in SCHEDULE)
+
+
 def variant_of(recipe: Recipe) -> str:
     """Whose reading of its method a run follows, and which settings of that are others; empty where there is one."""
-    fields = recipe.rules.variants.get(recipe.variant)
+    fields = recipe.method_value.variants.get(recipe.variant)
     if fields is None:
         return ""
     own = [
@@ -142,53 +150,3 @@ def _threads() -> int:
     import torch
 
     return torch.get_num_threads()
-
-
-def settings_table(recipe: BaseModel, said_by: Mapping[str, str], sources: Mapping[str, str]) -> Table:
-    """Every setting, its value, who said so, and where it is from."""
-    table = Table(
-        "setting", "value", "set by", "source", title="recipe", title_justify="left", box=None, pad_edge=False
-    )
-    for dotted, leaf in flat(recipe.model_dump(mode="json")).items():
-        shown = yaml.safe_dump(leaf, default_flow_style=True).removesuffix("...\n").strip()
-        table.add_row(dotted, shown, said_by.get(dotted, "schema"), sources.get(dotted, ""))
-    return table
-
-
-def settings_json(resolved: Resolved) -> str:
-    """`--explain --json`: every setting with its value, who set it, and where the value is from, if that is known."""
-    settings = {}
-    for dotted, leaf in flat(resolved.recipe.model_dump(mode="json")).items():
-        source = {"source": resolved.sources[dotted]} if dotted in resolved.sources else {}
-        settings[dotted] = {"value": leaf, "set_by": resolved.said_by.get(dotted, "schema"), **source}
-    return json.dumps({"recipe": resolved.path.name, "why": resolved.why, "settings": settings}, indent=1)
-
-
-def _phases(phases: tuple[Phase, ...]) -> Table:
-    table = Table(
-        "phase", "generation", "steps", "starts from", "becomes", "labels", "loss", "pool", "method's own",
-        title=f"phases ({len(phases)})", title_justify="left", box=None, pad_edge=False,
-    )  # fmt: skip
-    for p in phases[:SHOWN_PHASES]:
-        cells = (
-            p.name,
-            p.generation,
-            p.steps,
-            p.start,
-            ", ".join(p.becomes),
-            "given" if p.given else "teacher" if not p.union else "teacher + given",
-            p.loss,
-            p.pool,
-            "" if p.values is None else p.values,
-        )
-        table.add_row(*(str(c) for c in cells))
-    if len(phases) > SHOWN_PHASES:
-        table.add_row("...")
-    return table
-
-
-def _runs(letters: str) -> str:
-    """`TTTTSS` as it is while short, else as `T4 S2`."""
-    if len(letters) <= 60:
-        return letters
-    return " ".join(f"{letter}{len(list(same))}" for letter, same in groupby(letters))

@@ -1,10 +1,5 @@
 """Features of a backbone, computed once and kept in a folder: `embed`, `probe` and runs with a frozen trunk read them.
 
-N images, D features. A store is a folder of
-  train.npy, val.npy           (N, D), memory-mapped on reading; train.view1.npy, ...: augmented views
-  train.done, val.done, ...    one byte per image: 0 missing, 1 computed, 2 could not be read (its row is NaN)
-  train.parquet, val.parquet   id and label names of each row
-  features.json                all that the features depend on, and a key over it
 A row counts only once its byte is written, after the row itself has reached the disk: a killed run continues.
 """
 
@@ -15,11 +10,13 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,54 +25,32 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.loading import LoadReport
+from finetune_mile.compute.passes import Outputs, keys_of, show, stream
+from finetune_mile.compute.rows import BAD, FACTS, MISSING, Dtype, begin, check_store, preallocate, reuse
+from finetune_mile.compute.rows import DONE as DONE
+from finetune_mile.compute.rows import Split as Split
+from finetune_mile.compute.rows import Store as Store
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.console import progress
-from finetune_mile.core.files import cache, locked, whole_file, write_json
+from finetune_mile.core.files import cache, locked
 from finetune_mile.core.in_memory import SCHEME
 from finetune_mile.core.problems import BadImage, Failed, Problem
 from finetune_mile.core.types import Batch, Pool
-from finetune_mile.images.index import BadImages, Bytes, Data, Files, ImageSet, Joined, Picked, TarFiles
+from finetune_mile.images.index import BadImages, Bytes, Files, ImageSet, Joined, Picked, TarFiles
 from finetune_mile.images.order import Indices, Key
-from finetune_mile.images.pipeline import Augmentation, Views, batches
+from finetune_mile.images.pipeline import Augmentation, Readers, Views
 from finetune_mile.images.sources.hf import Rows
-from finetune_mile.images.splits import Pools, label_names
+from finetune_mile.images.splits import Pools
 from finetune_mile.learning.roles import weights_hash
 from finetune_mile.networks.parts import split_head, use_head
 from finetune_mile.training.processes import stop_together
 from finetune_mile.training.setup import Viewer
 
-Dtype = Literal["float16", "float32"]
-Split = Literal["train", "val"]
 FORMAT = 1  # of a store; another number is another key
 FLUSH = 256  # images of a process between two records on disk
 ROWS_AT_ONCE = 4096  # features that a classifier sees at a time in evaluation
-MISSING, DONE, BAD = 0, 1, 2
 VIEW = Augmentation(crop="random-resized", scale=(0.35, 1.0), shift=0, flip=True)
 VIEW_SEED = 0
-FACTS = "features.json"
-DIFFERENCES = {
-    "network": "another network", "weights": "other weights", "preprocess": "another preprocessing",
-    "dtype": "another --dtype", "precision": "another precision", "images": "other images, or images that changed",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Store:
-    """Features on disk."""
-
-    path: Path
-
-    def features(self, split: Split, view: int = 0) -> npt.NDArray[Any]:
-        """(N, D), mapped; rows of images that could not be read are NaN."""
-        return cast("npt.NDArray[Any]", np.load(self.file(split, view, "npy"), mmap_mode="r"))
-
-    def state(self, split: Split, view: int = 0) -> npt.NDArray[np.uint8]:
-        """(N,) MISSING, DONE or BAD; empty where nothing was begun."""
-        path = self.file(split, view, "done")
-        return np.fromfile(path, dtype=np.uint8) if path.is_file() else np.zeros(0, dtype=np.uint8)
-
-    def file(self, split: Split, view: int, ending: str) -> Path:
-        return self.path / (f"{split}.view{view}.{ending}" if view else f"{split}.{ending}")
 
 
 def embed(
@@ -130,14 +105,28 @@ def embed(
 
             todo = missing()
             if todo or path is not None:
-                store.path.mkdir(parents=True, exist_ok=True)
+                try:
+                    store.path.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise Problem(
+                        f"{store.path}: cannot be made ({error.strerror}); name another cache with FINETUNE_MILE_CACHE"
+                    ) from error
                 sentence = f"{store.path}: another process is computing these features; wait for it, then run again"
                 held.enter_context(locked(store.path / ".lock", sentence))
                 counts = {"train": len(data.train), "val": len(data.val)}
-                _begin(store, {"key": key, "images": counts, "depends_on": facts, **about}, data)
+                begin(store, {"key": key, "images": counts, "depends_on": facts, **about}, data)
                 todo = missing()  # another process may have been at work until now
                 for split, view, _ in todo:
-                    _preallocate(store, split, view, _width(network, viewer), data, dtype)
+                    preallocate(store, split, view, _width(network, viewer), data, dtype)
+                found = sum(
+                    reuse(store, facts, split, data.train if split == "train" else data.val, indices, viewer.tick)
+                    for split, view, indices in todo
+                    if view == 0
+                )
+                if found:
+                    known = sum(len(indices) for _, view, indices in todo if view == 0)
+                    sys.stderr.write(f"features of {found:,} of {known:,} photos were computed before and are copied\n")
+                    todo = missing()
             shared = [str(store.path), todo, None]
         broadcast_object_list(shared)
         store, todo = Store(Path(shared[0])), shared[1]
@@ -183,16 +172,17 @@ def stored(viewer: Viewer, network: nn.Module, arch: str, train: Indices) -> Sto
 class FeatureViews(Views):
     """Rows of a store in the place of images: an image that could not be read is replaced as in `Views`."""
 
-    def __init__(self, features: npt.NDArray[Any], images: ImageSet, *others: Any, **more: Any) -> None:
-        """Take (N, D) features; other arguments as in `Views`."""
-        super().__init__(dataclasses.replace(images, read=partial(_row, features)), *others, **more)
-        self.features = features
+    def __init__(self, store: Store, split: Split, images: ImageSet, *others: Any, **more: Any) -> None:
+        """Take the features of a split; other arguments as in `Views`."""
+        self.features, self.readable = store.features(split), store.state(split) == DONE
+        read = partial(_row, self.features, self.readable)
+        super().__init__(dataclasses.replace(images, read=read), *others, **more)
 
     def read(self, keys: list[Key]) -> tuple[Batch, dict[int, str]]:
         bad: dict[int, str] = {}
         shown = [sample for _, sample in keys]
         rows = torch.from_numpy(self.features[shown].astype(np.float32))
-        for place in rows.isnan().any(1).nonzero().flatten().tolist():
+        for place in np.flatnonzero(~self.readable[shown]).tolist():
             row, shown[place] = self._read(shown[place], bad)
             rows[place] = row if row.ndim == 1 else 0.0
         index = torch.tensor(shown)
@@ -201,11 +191,10 @@ class FeatureViews(Views):
     __getitems__ = read
 
 
-def _row(features: npt.NDArray[Any], index: int) -> Tensor:
-    row = torch.from_numpy(features[index].astype(np.float32))
-    if bool(row.isnan().any()):
+def _row(features: npt.NDArray[Any], readable: npt.NDArray[np.bool_], index: int) -> Tensor:
+    if not readable[index]:
         raise BadImage("it could not be read when its features were computed")
-    return row
+    return torch.from_numpy(features[index].astype(np.float32))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -232,7 +221,7 @@ class FrozenViewer(Viewer):
 
     def outputs(
         self, network: nn.Module, images: ImageSet, indices: Indices, tick: Callable[[], None] | None = None
-    ) -> Tensor:
+    ) -> Outputs:
         """Test images, which are shown once, go through the trunk: their features are not kept."""
         if images is self.data.test:
             return self.images.outputs(nn.Sequential(self.trunk, network).eval(), images, indices, tick)
@@ -244,7 +233,7 @@ class FrozenViewer(Viewer):
         assert self.store is not None
         split: Split = "val" if images is self.data.val else "train"
         return FeatureViews(
-            self.store.features(split), images, self.preprocess, augmentation, self.seed, pool=pool,
+            self.store, split, images, self.preprocess, augmentation, self.seed, pool=pool,
             on_bad=partial(self.bad.add, split, images.ids),
         )  # fmt: skip
 
@@ -280,8 +269,7 @@ def depends_on(
     """All that decides the numbers in a store."""
     if arch.startswith(f"{SCHEME}:"):  # the code of a user's own network may change while its name and weights stay
         noise = torch.rand(2, 3, viewer.preprocess.size, viewer.preprocess.size, generator=torch.Generator())
-        with torch.no_grad():
-            outputs = network(noise.to(viewer.accelerator.device)).float().cpu().numpy()
+        outputs = show(network, noise.to(viewer.accelerator.device)).float().cpu().numpy()
         arch += f", outputs {hashlib.sha256(outputs.tobytes()).hexdigest()[:16]}"
     return {
         "format": FORMAT, "network": arch, "weights": weights_hash(network),
@@ -348,68 +336,17 @@ def _content(images: ImageSet, index: int) -> bytes:
     return hashlib.sha256(content).digest()
 
 
-# -------------------------------------------------------------------------------------------------- files of a store
+# ------------------------------------------------------------------------------------------------------- computing
 
 
-def check_store(store: Store, facts: Mapping[str, Any]) -> None:
-    """Refuse a folder that holds other features, or anything else."""
-    path = store.path / FACTS
-    if not path.is_file():
-        if store.path.is_dir() and any(entry.name != ".lock" for entry in store.path.iterdir()):
-            raise Problem(f"{store.path}: is not empty and holds no features; choose another folder")
-        if store.path.exists() and not store.path.is_dir():
-            raise Problem(f"{store.path}: is a file; name a folder for the features")
-        return
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))["depends_on"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Problem(f"{path}: is damaged; remove {store.path} and embed again") from error
-    if known == facts:
-        return
-    reasons = [words for name, words in DIFFERENCES.items() if known.get(name) != facts[name]]
-    raise Problem(f"{store.path}: holds features of {' and '.join(reasons) or 'another format'}; choose another folder")
-
-
-def _begin(store: Store, note: Mapping[str, Any], data: Data) -> None:
-    """Write the labels, and at last the note that makes a folder a store."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    for split, images in (("train", data.train), ("val", data.val)):
-        names = [name.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for name in images.ids]
-        schema = pa.schema([("id", pa.string()), ("labels", pa.list_(pa.string()))])
-        table = pa.table([names, label_names(images.given, data.classes)], schema=schema)
-        with whole_file(store.path / f"{split}.parquet") as part:
-            pq.write_table(table, part)
-    write_json(store.path / FACTS, note)
-
-
-def _preallocate(store: Store, split: Split, view: int, width: int, data: Data, dtype: Dtype) -> None:
-    path, done = store.file(split, view, "npy"), store.file(split, view, "done")
-    if done.is_file():
-        return
-    count = len(data.train if split == "train" else data.val)
-    try:
-        with whole_file(path) as part:
-            np.lib.format.open_memmap(part, mode="w+", dtype=dtype, shape=(count, width))
-        with whole_file(done) as part:
-            part.write_bytes(bytes(count))
-    except OSError as error:
-        raise Problem(
-            f"{path}: cannot be written ({error.strerror}); free the disk or choose another folder"
-        ) from error
-
-
-@torch.no_grad()
 def _width(network: nn.Module, viewer: Viewer) -> int:
     size = viewer.preprocess.size
-    features: Tensor = network(torch.zeros(1, 3, size, size, device=viewer.accelerator.device))
+    features = show(network, torch.zeros(1, 3, size, size, device=viewer.accelerator.device))
     if features.ndim != 2:
         raise Problem(f"--init: the network gives {tuple(features.shape)} for an image, not one row of features")
     return features.shape[1]
 
 
-@torch.no_grad()
 def _fill(
     viewer: Viewer, network: nn.Module, store: Store, split: Split, view: int, indices: Indices,
     advance: Callable[[int], None], *, mixed: bool,
@@ -426,18 +363,15 @@ def _fill(
     mine = indices[accelerator.process_index * share :][:share]
     size = max(viewer.batch_size // world, 1)
     parts = [mine[at : at + FLUSH] for at in range(0, share, FLUSH)]  # as many in every process
-    keys = [[(view, int(i)) for i in part[at : at + size]] for part in parts for at in range(0, len(part), size)]
-    loaded = batches(views, keys, workers=viewer.workers, pin=viewer.pin)
+    keys = [key for part in parts for key in keys_of(part, size, view)]
+    readers = Readers(workers=viewer.workers, pin=viewer.pin, batch_size=size)
+    precision = accelerator.autocast if mixed else contextlib.nullcontext
+    computed = stream(network, views, keys, viewer.prepare, readers, precision)
     like = store.features(split, view)
     with store.file(split, view, "npy").open("r+b") as target, store.file(split, view, "done").open("r+b") as record:
         for part in parts:
-            for at in range(0, len(part), size):
-                batch = next(loaded)
-                with accelerator.autocast() if mixed else contextlib.nullcontext():
-                    rows = network(viewer.prepare(batch.images)).float().cpu()
-                members = part[at : at + size]
-                unread = torch.from_numpy(np.isin(members, list(views.bad)))
-                _write_rows(target, like, members, rows.masked_fill_(unread.unsqueeze(1), torch.nan), unread)
+            for members, outputs in islice(computed, -(-len(part) // size)):
+                _write_rows(target, like, members, outputs)
                 advance(len(members) * world)
                 viewer.tick()
             target.flush()
@@ -449,9 +383,10 @@ def _fill(
             stop_together(accelerator, viewer.signals, 0)
 
 
-def _write_rows(target: Any, like: npt.NDArray[Any], members: Indices, rows: Tensor, unread: Tensor) -> None:
+def _write_rows(target: Any, like: npt.NDArray[Any], members: Indices, outputs: Outputs) -> None:
     """Rows (b, D) to their places in an .npy file that is mapped as `like`."""
-    good = rows[~unread]
+    rows = outputs.rows.cpu()
+    good = rows[outputs.readable]
     if not bool(good.isfinite().all()):
         raise Failed("--init: the network's features are not finite numbers; check the weights and the preprocessing")
     if like.dtype == np.float16 and good.numel() and float(good.abs().max()) > float(np.finfo(np.float16).max):

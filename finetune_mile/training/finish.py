@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,27 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.exporting import THRESHOLD, write_export
+from finetune_mile.compute.passes import Outputs
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.in_memory import SCHEME
 from finetune_mile.images.index import say_skipped
 from finetune_mile.images.splits import label_names
-from finetune_mile.measures import CLOSING, say_images
-from finetune_mile.measures.guards import RATES, lower_rates
-from finetune_mile.measures.intervals import wilson
-from finetune_mile.measures.metrics import TAKEN_FOR
+from finetune_mile.measures import CLOSING, say_images, say_threshold
+from finetune_mile.measures.guards import lower_rates
+from finetune_mile.measures.metrics import Measured
 from finetune_mile.measures.predictions import PER_CLASS, write_per_class
+from finetune_mile.measures.verdicts import (
+    below_own_size,
+    chosen_thresholds,
+    edges,
+    learned_nothing,
+    lowest_class,
+    over,
+    score_of,
+    sets_of,
+    worse_than_probe,
+)
 from finetune_mile.networks.vits import exported_arch
 from finetune_mile.pages.card import model_card, public_name
 from finetune_mile.pages.report import (
@@ -35,16 +46,30 @@ from finetune_mile.pages.report import (
     write_report,
 )  # fmt: skip
 from finetune_mile.training.display import closing_table
-from finetune_mile.training.folder import START, TRIAL, RunFolder
+from finetune_mile.training.folder import OWN_SIZE, TRIAL, RunFolder
 from finetune_mile.training.setup import Setup
 from finetune_mile.training.start import MOST_PROBE_IMAGES
 
 LABEL_BATCH = 65536  # rows written at once
-FEW_IMAGES = 200  # an interval of 14 points or more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What was measured when a run ended. Logits are (n, C)."""
+
+    results: dict[str, float]  # of results.json
+    tables: dict[str, dict[str, Tensor]]  # file name to the columns (C,) of per_class.csv
+    found: Outputs | None  # logits of the labelled images, for labels.parquet
+    shown: Outputs  # logits of the `gallery_images`
+    thresholds: list[float]  # least probability of each label beside the best one; empty: the recipe's, for all
+    threshold: float | Tensor  # the same, one or (C,)
+    warning: str | None
+    published: str | None  # the warning without a local path, for the model card
+    notes: list[str]  # sentences about the results
 
 
 def finish(setup: Setup, learner: nn.Module, folder: RunFolder, chosen: dict[str, float], share: float) -> None:
-    """Score the student on everything and write what a run leaves behind.
+    """Score the student on everything and write what a run leaves behind; all processes call it.
 
     Args:
         setup: of the run.
@@ -53,167 +78,154 @@ def finish(setup: Setup, learner: nn.Module, folder: RunFolder, chosen: dict[str
         chosen: is added to the results.
         share: how far these weights went from the first ones (0) to the last ones (1).
     """
+    scored = score(setup, learner, folder, chosen, share)
+    if scored is None:
+        return
+    for name, table in scored.tables.items():
+        write_per_class(folder.path / name, setup.data.classes, table)
+    write_json(folder.path / "results.json", scored.results)
+    if scored.found is not None:
+        write_found(setup, scored.found, scored.threshold, folder.path / "labels.parquet")
+    write_model(setup, learner, scored, folder.path / "export")
+    write_report(setup, scored, folder)
+    if setup.recipe.track != "none":
+        track_pictures(setup, scored, folder)
+    say_results(setup, scored, folder)
+
+
+def score(setup: Setup, learner: nn.Module, folder: RunFolder, chosen: dict[str, float], share: float) -> Scored | None:
+    """All passes over images, and what follows from them; None but in the first process. Arguments as in `finish`."""
     recipe, data, viewer = setup.recipe, setup.data, setup.viewer
     every = np.arange(len(data.val))
-    results, per_class = setup.scores(viewer.outputs(learner, data.val, every), torch.from_numpy(every))
-    tables = {PER_CLASS: per_class}
+    outputs = viewer.outputs(learner, data.val, every)
+    results, measured = setup.scores(outputs, torch.from_numpy(every), intervals=True)
+    setup.measured, tables = measured, {PER_CLASS: measured.table}
     if data.test is not None:  # here and nowhere else
         every = np.arange(len(data.test))
-        logits = viewer.outputs(learner, data.test, every)
-        scores, tables[f"test_{PER_CLASS}"] = setup.scores(logits, torch.from_numpy(every), data.test)
-        kept = {"images", *(key for key, _, _ in CLOSING)}
+        scores, tested = setup.scores(
+            viewer.outputs(learner, data.test, every), torch.from_numpy(every), data.test, intervals=True
+        )
+        tables[f"test_{PER_CLASS}"] = tested.table
+        kept = {"images", *(f"{key}{end}" for key, _, _ in CLOSING for end in ("", "_low", "_high"))}
         results |= {f"test_{key}": value for key, value in scores.items() if key in kept}
     labelled = setup.pools.indices["labelled"]
     found = viewer.outputs(learner, setup.pools.images, labelled) if recipe.evaluate.labels else None
     shown = viewer.outputs(learner, data.val, gallery_images(setup).numpy())
     if not setup.accelerator.is_main_process:  # what follows is files only; no process waits for another
-        return
-    skipped = len(viewer.bad.read())
-    results |= {"bad_images": skipped, "unreadable_files": sum(data.unreadable.values())} | chosen
-    start = folder.path / START
-    if start.is_file():
-        lines = json.loads(start.read_text(encoding="utf-8"))
-        results["probe_accuracy"] = lines["accuracy"]
-        results |= {key: value for key, value in lines.items() if key == "knn_accuracy"}
-    for name, table in tables.items():
-        write_per_class(folder.path / name, data.classes, table)
-    write_json(folder.path / "results.json", results)
+        return None
+    results |= {"bad_images": len(viewer.bad.read()), "unreadable_files": sum(data.unreadable.values())} | chosen
+    lines = folder.start()
+    results |= against_probes(results, measured, lines)
+    known = sets_of(data.val.given, data.val.truth)[outputs.readable]
+    thresholds, f1 = chosen_thresholds(setup.probabilities(outputs.rows[outputs.readable]), known)
+    results |= f1
     advice = lower_rates(float(recipe.optimizer.lr), recipe.optimizer.head_lr)
-    warning, published = (  # what is published has no local path
+    warning, published = (
         learned_nothing(results, steps=recipe.steps or 0, data=name, advice=advice) or worse_than_probe(results)
         for name in (recipe.data, data.name)
     )
-    threshold = recipe.rho or THRESHOLD
-    if found is not None:
-        good = ~found.isnan().all(1)
-        labelled = labelled[good.numpy()]
-        ids = [setup.pools.images.ids[i] for i in labelled]
-        given = setup.pools.images.given[torch.from_numpy(labelled)]
-        probabilities = setup.probabilities(found[good])
-        write_labels(folder.path / "labels.parquet", ids, given, probabilities, data.classes, threshold)
-    network_name = setup.report.arch
-    config = {
-        "arch": exported_arch(network_name) if network_name.startswith("timm:") else recipe.arch or setup.card.arch,
-        "padding": setup.card.padding, "num_classes": len(data.classes),
-        "classes": list(data.classes), **viewer.preprocess.model_dump(mode="json"),
-        "activation": recipe.activation, "threshold": threshold, "method": recipe.method, "data": data.name,
-        "init": public_name(recipe.init), "licence": setup.card.licence, "fraction": recipe.fraction,
-        "steps": int(chosen.get("chosen_step", recipe.steps or 0)), "seed": recipe.seed,
-    }  # fmt: skip
-    if published is not None:
-        config["warning"] = published
-    write_export(folder.path / "export", setup.exported(learner), config)
-    with whole_file(folder.path / "export/README.md") as part:
-        part.write_text(model_card(config, results, "own"), encoding="utf-8")
-    notes = say_images(results, trial=(folder.path / TRIAL).is_dir(), share=share, step=config["steps"])
-    if start.is_file():
-        fitted = min(len(setup.pools.indices["labelled"]), MOST_PROBE_IMAGES)
-        notes.append(
-            f"probe_accuracy is of a linear {recipe.activation} classifier, fitted to the features of {fitted:,} "
-            "labelled training images before fine-tuning. It is scored on the same validation images."
-        )
-    notes += lowest_class(data.classes, per_class)
+    notes = say_images(results, trial=(folder.path / TRIAL).is_dir(), share=share, step=last_step(recipe, results))
+    return Scored(
+        results=results, tables=tables, found=found, shown=shown, thresholds=thresholds,
+        threshold=torch.tensor(thresholds) if thresholds else recipe.rho or THRESHOLD,
+        warning=warning or below_own_size(results, viewer.preprocess.size), published=published,
+        notes=notes + say_probe(setup, lines) + lowest_class(data.classes, measured.table) + say_missing(recipe, lines),
+    )  # fmt: skip
+
+
+def last_step(recipe: Recipe, results: Mapping[str, float]) -> int:
+    """The step that the exported weights are of."""
+    return int(results.get("chosen_step", recipe.steps or 0))
+
+
+def say_probe(setup: Setup, lines: Mapping[str, Any]) -> list[str]:
+    """What `probe_accuracy` or `probe_map` is, where it was measured."""
+    if score_of(lines) is None:
+        return []
+    fitted = min(len(setup.pools.indices["labelled"]), MOST_PROBE_IMAGES)
+    return [
+        f"probe_{score_of(lines)} is of a linear {setup.recipe.activation} classifier, fitted to the features of "
+        f"{fitted:,} labelled training images before fine-tuning. It is scored on the same validation images."
+    ]
+
+
+def say_missing(recipe: Recipe, lines: Mapping[str, Any]) -> list[str]:
+    """The command that gives the scores to compare with, where they were not measured."""
     on_disk = not any(name.startswith(f"{SCHEME}:") for name in (recipe.init, recipe.data))
-    if recipe.init != "none" and on_disk and not start.is_file():
-        notes.append(f"Two lines to beat, a linear probe and k-NN of the checkpoint: {probe_command(recipe)}")
-    write_report(setup, shown, folder, results, tables, notes, warning, threshold)
-    if recipe.track != "none":
-        track_pictures(setup, shown, folder, threshold)
-    title = f"{recipe.method} on {data.name}: results on {int(results['images']):,} validation images"
+    if recipe.init == "none" or not on_disk or score_of(lines) is not None:
+        return []
+    return [f"Two lines to beat, a linear probe and k-NN of the checkpoint: {probe_command(recipe)}"]
+
+
+def write_found(setup: Setup, found: Outputs, threshold: float | Tensor, path: Path) -> None:
+    """labels.parquet, from logits of the labelled images."""
+    labelled = setup.pools.indices["labelled"][found.readable.numpy()]
+    ids = [setup.pools.images.ids[i] for i in labelled]
+    given = setup.pools.images.given[torch.from_numpy(labelled)]
+    write_labels(path, ids, given, setup.probabilities(found.rows[found.readable]), setup.data.classes, threshold)
+
+
+def write_model(setup: Setup, learner: nn.Module, scored: Scored, path: Path) -> None:
+    """The export: weights, config.json and the model card."""
+    recipe, data, name = setup.recipe, setup.data, setup.report.arch
+    config = {
+        "arch": exported_arch(name) if name.startswith("timm:") else recipe.arch or setup.card.arch,
+        "padding": setup.card.padding, "num_classes": len(data.classes),
+        "classes": list(data.classes), **setup.viewer.preprocess.model_dump(mode="json"),
+        "activation": recipe.activation, "threshold": recipe.rho or THRESHOLD,
+        "method": recipe.method, "data": data.name,
+        "init": public_name(recipe.init), "licence": setup.card.licence, "fraction": recipe.fraction,
+        "steps": last_step(recipe, scored.results), "seed": recipe.seed,
+    }  # fmt: skip
+    if scored.thresholds:
+        config["thresholds"] = scored.thresholds
+    if scored.published is not None:
+        config["warning"] = scored.published
+    write_export(path, setup.exported(learner), config)
+    with whole_file(path / "README.md") as part:
+        part.write_text(model_card(config, scored.results, "own"), encoding="utf-8")
+
+
+def say_results(setup: Setup, scored: Scored, folder: RunFolder) -> None:
+    """Print the closing table, the notes and what to do next."""
+    recipe, results = setup.recipe, scored.results
+    title = f"{recipe.method} on {setup.data.name}: results on {int(results['images']):,} validation images"
     out, aside = Console(), Console(stderr=True)  # results go where a pipe or `tee` finds them
-    if warning is not None:
-        out.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-    out.print(closing_table(results, title))
-    if len(notes) > 1:  # the first one is the title's
-        out.print("\n".join(notes), markup=False, highlight=False, soft_wrap=True)
-    if skipped:
-        aside.print(say_skipped(skipped, viewer.bad.path), markup=False, highlight=False, soft_wrap=True)
+    if scored.warning is not None:
+        out.print(f"warning: {scored.warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    out.print(closing_table(results, title, recipe.method))
+    if len(scored.notes) > 1:  # the first one is the title's
+        out.print("\n".join(scored.notes), markup=False, highlight=False, soft_wrap=True)
+    if results["bad_images"]:
+        skipped = say_skipped(int(results["bad_images"]), setup.viewer.bad.path)
+        aside.print(skipped, markup=False, highlight=False, soft_wrap=True)
     out.print(
         f"Labels of new images: finetune-mile predict {shlex.quote(str(folder.path))} IMAGES "
-        f"(labels above {threshold:g}, and always the best one)\n\n{folder.path / 'report.html'}",
+        f"(labels above {say_threshold(scored.threshold)}, and always the best one)\n\n{folder.path / 'report.html'}",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
 
 
-def worse_than_probe(results: Mapping[str, float]) -> str | None:
-    """A sentence if the accuracy is below that of a linear probe of the checkpoint, beyond chance."""
-    if not {"accuracy", "probe_accuracy"} <= results.keys():
-        return None
-    accuracy, probe = results["accuracy"], results["probe_accuracy"]
-    images = int(results.get("images_with_label", results["images"]))
-    if 100 * wilson(accuracy / 100, images)[1] >= probe:
-        return None
-    return (
-        f"Fine-tuning made this model worse: accuracy {accuracy:.1f} %, and the linear probe of its checkpoint has "
-        f"{probe:.1f} %. Use --keep best, or fewer --steps; if the images must not be mirrored or cropped (digits, "
-        "text), set augment.flip=false and augment.crop=none."
-    )
-
-
-def learned_nothing(results: Mapping[str, float], *, steps: int, data: str, advice: str) -> str | None:
-    """A sentence if the accuracy is that of guessing, or less than a constant answer has; None if it is better.
-
-    Where few images cannot tell guessing from learning, the sentence says this instead.
-
-    Args:
-        results: of results.json.
-        steps: of the run.
-        data: --data, for the advice.
-        advice: the flags that lower the learning rates.
-    """
-    if not {"accuracy", "chance_accuracy", "majority_accuracy"} <= results.keys():
-        return None
-    accuracy, chance, majority = (results[key] for key in ("accuracy", "chance_accuracy", "majority_accuracy"))
-    images = int(results.get("images_with_label", results["images"]))
-    low, high = (100 * edge for edge in wilson(accuracy / 100, images))
-    interval = f"95 % interval of the accuracy {low:.1f} to {high:.1f}"
-    causes = (
-        f"{RATES} (try {advice}), {steps:,} steps are too few (raise --steps or --epochs), the checkpoint or the image "
-        "size does not suit the images (--init, --size), or the labels are wrong "
-        f"(finetune-mile doctor --data {data})."
-    )
-    if low <= chance <= high and images < FEW_IMAGES:
-        return (
-            f"{images:,} validation images are too few to tell whether this model learned anything: accuracy "
-            f"{accuracy:.1f} %, guessing has {chance:.1f} % ({interval}). Use {FEW_IMAGES} validation images or more. "
-            f"Likely causes if the accuracy stays there: {causes}"
+def against_probes(results: Mapping[str, float], measured: Measured, lines: Mapping[str, Any]) -> dict[str, float]:
+    """The scores of start.json for results.json, with their intervals and the differences of the run to them."""
+    key, own = score_of(results), lines.get(OWN_SIZE)
+    if key is None:
+        return {}
+    found = {name: lines[name] for name in (f"knn_{key}",) if name in lines}
+    if key in lines:
+        found |= {f"probe_{key}": lines[key]} | over(measured, lines, "over_probe")
+    if own is not None and key in own:
+        found |= {"own_size": own["size"], f"own_size_probe_{key}": own[key]} | over(
+            measured, own, "over_own_size_probe"
         )
-    if low <= chance <= high:
-        why = f"no better than guessing ({chance:.1f} %; {interval})"
-    elif accuracy < majority:
-        why = f"less than always answering the most frequent class ({majority:.1f} %)"
-    else:
-        return None
-    return (
-        f"This model learned nothing useful: accuracy {accuracy:.1f} % on {images:,} validation images is {why}. "
-        f"Likely causes: {causes}"
-    )
+    return found | edges({**results, **found})
 
 
-def lowest_class(classes: tuple[str, ...], table: dict[str, Tensor]) -> list[str]:
-    """A sentence about the class with the lowest accuracy; none where all are right. Columns of `table` are (C,)."""
-    accuracy = table.get("accuracy")
-    if accuracy is None or bool((accuracy.isnan() | (accuracy == 100)).all()):
-        return []
-    low = int(accuracy.nan_to_num(nan=torch.inf).argmin())
-    return [
-        f"Lowest accuracy of a class: {classes[low]}, {accuracy[low]:.1f} % of {int(table['given'][low]):,} images, "
-        f"most often taken for {classes[int(table[TAKEN_FOR][low])]}. All classes are in {PER_CLASS}."
-    ]
-
-
-def track_pictures(setup: Setup, shown: Tensor, folder: RunFolder, threshold: float) -> None:
-    """Give the timeline of generations and sample predictions to the tracker, where it takes images.
-
-    Args:
-        setup: of the run.
-        shown: logits (n, C) on the `gallery_images`.
-        folder: of the run.
-        threshold: least probability of a label beside the best one.
-    """
+def track_pictures(setup: Setup, scored: Scored, folder: RunFolder) -> None:
+    """Give the timeline of generations and sample predictions to the tracker, where it takes images."""
     figures = {
         "generations": generation_plot(folder.metrics()),
-        "predictions": gallery_figure(gallery(setup, shown, threshold)),
+        "predictions": gallery_figure(gallery(setup, scored.shown, scored.threshold)),
     }
     pictures = {name: pixels(figure)[None] for name, figure in figures.items() if figure is not None}
     for tracker in setup.accelerator.trackers:
@@ -231,7 +243,12 @@ def probe_command(recipe: Recipe) -> str:
 
 
 def write_labels(
-    path: Path, ids: list[str], given: Tensor, probabilities: Tensor, classes: tuple[str, ...], threshold: float
+    path: Path,
+    ids: list[str],
+    given: Tensor,
+    probabilities: Tensor,
+    classes: tuple[str, ...],
+    threshold: float | Tensor,
 ) -> None:
     """labels.parquet: for each image its given label, the labels found, and their probabilities.
 
@@ -241,7 +258,7 @@ def write_labels(
         given: (N,) or (N, C).
         probabilities: (N, C).
         classes: C names.
-        threshold: what counts as found.
+        threshold: what counts as found; one for all classes, or (C,).
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -260,7 +277,7 @@ def write_labels(
             columns: list[Any] = [ids[rows], label_names(given[rows], classes), [], []]
             for row in probabilities[rows]:
                 order = row.argsort(descending=True)
-                kept = order[row[order] > threshold].tolist()
+                kept = order[(row > threshold)[order]].tolist()
                 columns[2].append([classes[c] for c in kept])
                 columns[3].append([float(row[c]) for c in kept])
             writer.write_table(pa.table(columns, schema=schema))

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,8 @@ KEPT_CHECKPOINTS = 2
 MADE_BY = {"made_by": "finetune_mile"}  # the mark in run.json of a folder that a run made
 LOCK = "checkpoints/.lock"
 START = "start.json"  # scores of a linear probe of the checkpoint, and of k nearest neighbours
+OWN_SIZE = "own_size"  # in it: a probe at the checkpoint's own image size, for a run at a smaller one
+REFIT = "refit"  # a run folder inside a run folder, on all labels
 TRIAL = "trial"  # a run folder inside a run folder
 AT_WORK = "{}: another process is at work on this run; wait for it, or stop it first"
 
@@ -44,6 +47,8 @@ WRITTEN = (
     "export/README.md", "export/checkpoint.ckpt", "pseudo_labels/generation-*/block-*.safetensors",
     "trial/checkpoints/step-*.pt", "trial/checkpoints/.lock", "trial/*.json", "trial/*.jsonl", "trial/recipe.yaml",
     "trial/pseudo_labels/generation-*/block-*.safetensors",
+    "refit/checkpoints/step-*.pt", "refit/checkpoints/.lock", "refit/*.json", "refit/*.jsonl", "refit/recipe.yaml",
+    "refit/pseudo_labels/generation-*/block-*.safetensors", "minutes.json",
     "{name}/events.out.tfevents.*", "{name}/*/events.out.tfevents.*", "{name}/*/hparams.yml",
 )  # fmt: skip
 
@@ -63,7 +68,8 @@ def check_free(folder: Path, overwrite: bool) -> None:
                 raise Problem(f"--out {folder}: it is not empty and was not made by a run; choose another --out")
             if not overwrite and (folder / "recipe.yaml").exists():  # without one, it was killed while it was made
                 raise Problem(
-                    f"--out {folder} holds a run: continue it with --resume {folder}, or replace it with --overwrite"
+                    f"--out {folder} holds a run: continue it with --resume {shlex.quote(str(folder))}, or replace it "
+                    "with --overwrite"
                 )
         above = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
         if not above.is_dir() or not os.access(above, os.W_OK):
@@ -111,7 +117,7 @@ def resumed_recipe(folder: Path) -> tuple[Path, dict[str, Any]]:
         changes = ", ".join(f"{key} was {was.get(key)}, is {now.get(key)}" for key in keys)
         raise Problem(
             f"--resume {folder}: recipe.yaml was changed after the run began ({changes}); undo the change to resume, "
-            f"or start a new run with --recipe {path} --out DIR"
+            f"or start a new run with --recipe {shlex.quote(str(path))} --out DIR"
         )
     return path, tree
 
@@ -157,7 +163,8 @@ def _choose_folder(
     path, tree = resumed_recipe(out)
     info = read_info(out)
     if "requested" not in info:
-        raise Problem(f"--resume auto: {out} began with an earlier version; continue it with --resume {out}")
+        again = f"--resume {shlex.quote(str(out))}"
+        raise Problem(f"--resume auto: {out} began with an earlier version; continue it with {again}")
     was, now = (flat(each.model_dump(mode="json")) for each in (read(tree | info["requested"], path), requested))
     changes = [f"{key} was {was.get(key)}, is {now.get(key)}" for key in was | now if was.get(key) != now.get(key)]
     if changes:
@@ -170,6 +177,11 @@ def _choose_folder(
 
 def is_finished(folder: Path) -> bool:
     return read_info(folder).get("status") == "finished" and (folder / "results.json").is_file()
+
+
+def refit_is_left(folder: Path, wanted: bool) -> bool:
+    """Is `--refit` wanted, and not done?"""
+    return wanted and not (folder / REFIT / "recipe.yaml").is_file()
 
 
 def say_finished(folder: Path) -> int:
@@ -273,6 +285,12 @@ class RunFolder:
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record) + "\n")
 
+    def start(self) -> dict[str, Any]:
+        """The content of start.json; empty where there is none."""
+        path = self.path / START
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return found
+
     def metrics(self) -> list[dict[str, Any]]:
         """Every whole line of metrics.jsonl; a line that a kill cut off is left out."""
         path = self.path / "metrics.jsonl"
@@ -302,9 +320,10 @@ class RunFolder:
         """Whole checkpoints, oldest first."""
         return sorted(self.checkpoints.glob("step-*.pt"))
 
-    def prune(self) -> None:
+    def prune(self, kept: int = KEPT_CHECKPOINTS) -> None:
         """Keep the newest checkpoints only, and no leftovers of a kill."""
-        for path in [*self.saved()[:-KEPT_CHECKPOINTS], *self.checkpoints.glob(".step-*.pt.part")]:
+        saved = self.saved()
+        for path in [*saved[: max(len(saved) - kept, 0)], *self.checkpoints.glob(".step-*.pt.part")]:
             path.unlink(missing_ok=True)
 
 

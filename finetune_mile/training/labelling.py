@@ -67,10 +67,10 @@ def pool_labeller(
 
 def _label_block(setup: Setup, roles: Roles, phase: Phase, part: Indices, tick: Callable[[], None]) -> Block:
     assert roles.teacher is not None
-    logits = setup.viewer.outputs(roles.teacher, setup.pools.images, part, tick)
-    for some in logits.split(ROWS):  # in place, for the memory
-        unread = some.isnan().all(1, keepdim=True)  # they have no labels, also where the rule would take the best one
-        some.copy_(setup.recipe.rules.targets(phase, some).masked_fill(unread, 0.0))
+    logits, readable = setup.viewer.outputs(roles.teacher, setup.pools.images, part, tick)
+    for some, read in zip(logits.split(ROWS), readable.split(ROWS), strict=True):  # in place, for the memory
+        targets = setup.recipe.method_value.targets(phase, some)
+        some.copy_(targets.masked_fill(~read.unsqueeze(1), 0.0))  # none, also where the rule would take the best one
     return encode(logits, soft=phase.soft)
 
 

@@ -39,7 +39,7 @@ class Need(NamedTuple):
     def parts(self, batch: int, memory: float, recipe: Recipe) -> int | None:
         """The fewest parts of a process's batch that fit; None where no part of two images does, or none is allowed."""
         pairs = 2 if recipe.augment.mixup or recipe.augment.cutmix else 1
-        whole = "whole_batch" in recipe.rules.needs
+        whole = "whole_batch" in recipe.method_value.needs
         for parts in [1] if whole else range(1, max(batch // 2, 1) + 1):
             if batch % (parts * pairs) == 0 and self.of(batch // parts) <= memory:
                 return parts
@@ -119,7 +119,7 @@ def advice(setup: Setup) -> str:
     ways = [] if recipe.gradient_checkpointing or recipe.compile else ["--set gradient_checkpointing=true"]
     if recipe.precision in ("no", "tf32") and memory is not None:
         ways.append("--set precision=auto")
-    if more is not None and "whole_batch" not in recipe.rules.needs:
+    if more is not None and "whole_batch" not in recipe.method_value.needs:
         ways.insert(
             0, f"--set accumulate={more} (the batch of {recipe.batch_size:,} stays, in parts of {batch // more})"
         )

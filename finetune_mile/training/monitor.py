@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import signal
 import time
 from collections.abc import Callable
@@ -36,9 +37,13 @@ class Enough(Exception):
 
 
 def recorded(
-    accelerator: Accelerator, folder: RunFolder, signals: Signals, work: Callable[[], dict[str, object]]
-) -> int:
-    """Do a run's work, which returns facts for run.json, with its status kept there; returns the exit code."""
+    accelerator: Accelerator, folder: RunFolder, signals: Signals, work: Callable[[], dict[str, object]],
+    *, keep_checkpoints: bool,
+) -> int:  # fmt: skip
+    """Do a run's work, which returns facts for run.json, with its status kept there; returns the exit code.
+
+    Without `keep_checkpoints` those of a finished run are removed, as the last thing.
+    """
     main = accelerator.is_main_process
     record = folder.update if main else _nobody
     with alone(folder.path) if main else contextlib.nullcontext():
@@ -48,7 +53,7 @@ def recorded(
             record(status="finished", **facts)
         except Stopped as stopped:
             record(status="stopped", signal=str(stopped))
-            accelerator.print(f"stopped; continue with --resume {folder.path}")
+            accelerator.print(f"stopped; continue with --resume {shlex.quote(str(folder.path))}")
             return 128 + stopped.signum
         except BaseException as error:
             words = str(error) if isinstance(error, Problem) else repr(error)
@@ -57,8 +62,11 @@ def recorded(
                 raise
             # Told to stop, and something broke on the way: another process left first, or a second Ctrl-C came.
             record(status="stopped", signal=signal.Signals(signals.caught).name, error=words)
-            accelerator.print(f"stopped ({words}); continue from the last checkpoint with --resume {folder.path}")
+            again = f"--resume {shlex.quote(str(folder.path))}"
+            accelerator.print(f"stopped ({words}); continue from the last checkpoint with {again}")
             return 128 + signals.caught
+        if main and not keep_checkpoints:
+            folder.prune(0)
     accelerator.end_training()
     return 0
 
@@ -271,7 +279,7 @@ class LabelMonitor(Monitor):
 
     def _inspect_labels(self, phase: Phase) -> LabelReport | None:
         """Describe the labels that the learner, as the next teacher, will give."""
-        method, num_classes = self.setup.recipe.rules, self.setup.num_classes
+        method, num_classes = self.setup.recipe.method_value, self.setup.num_classes
         imitation = next((p for p in self.plan.phases if p.name == "imitation"), None)
         if "teacher" not in phase.becomes or imitation is None or not method.guarded:
             return None

@@ -84,7 +84,7 @@ def make_plan(recipe: Recipe, pool_sizes: dict[Pool, int]) -> Plan:
                 "or no unlabelled image; take a share nearer to 0.5 or a larger --batch-size"
             )
     budget = Budget(total_steps=total, steps_per_epoch=per_epoch, pool=pool)
-    phases = tuple(recipe.rules.phases(recipe.block, budget))
+    phases = tuple(recipe.method_value.phases(recipe.block, budget))
     plan = Plan(total_steps=total, steps_per_epoch=per_epoch, pool=pool, phases=phases)
     if recipe.patience is not None:
         counted = plan.counted_evaluations(recipe)
@@ -99,7 +99,9 @@ def make_plan(recipe: Recipe, pool_sizes: dict[Pool, int]) -> Plan:
 
 def unintended(recipe: Recipe, plan: Plan, labelled: int, num_classes: int) -> list[str]:
     """Sentences about what is likely not meant so."""
-    sentences: list[str] = recipe.rules.warnings(recipe.block, plan, plan.generations, num_classes, recipe.new_head)
+    sentences: list[str] = recipe.method_value.warnings(
+        recipe.block, plan, plan.generations, num_classes, recipe.new_head
+    )
     if plan.steps_per_epoch < 1:
         sentences = [f"a batch of {recipe.batch_size} is more than the {labelled:,} labelled images", *sentences]
     return sentences

@@ -24,6 +24,7 @@ from finetune_mile.checkpoints.init import Init, parse_init, parse_source, read_
 from finetune_mile.checkpoints.loading import open_trunk
 from finetune_mile.config.resolve import Resolved
 from finetune_mile.config.schema import Augment, Recipe
+from finetune_mile.core.files import shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool, Preprocess
 from finetune_mile.images.pipeline import Augmentation, Views, default_workers
@@ -32,8 +33,10 @@ from finetune_mile.images.splits import held_out_share, read_cards
 from finetune_mile.learning.losses import bce
 from finetune_mile.learning.optim import make_optimizer, parameter_groups
 from finetune_mile.networks.heads import build, new_head
+from finetune_mile.networks.parts import choose_trainable
 from finetune_mile.networks.resnets import Padding
 from finetune_mile.training.display import duration
+from finetune_mile.training.explain import schedule_is_given
 from finetune_mile.training.folder import KEPT_CHECKPOINTS
 from finetune_mile.training.memory import GPUS, Need, copies, kept_per_image, numbers_in
 from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, make_plan, trial_steps, unintended
@@ -68,7 +71,8 @@ class Work:
     teacher_images: int  # forward passes for pseudo-labels
     evaluation_images: int  # forward passes at the ends of phases, at the end, and for labels.parquet
     label_bytes: int  # most that the stored pseudo-labels of a pool take
-    warnings: list[str]  # what is likely not intended
+    notes: list[str]  # about the estimate itself
+    warnings: list[str]  # about the schedule: what is likely not intended
 
 
 def count(recipe: Recipe) -> Work:
@@ -87,15 +91,11 @@ def count(recipe: Recipe) -> Work:
     evaluated = evaluations * min(evaluate.images or val, val) + probes + val + (labelled if evaluate.labels else 0)
     if recipe.head_init == "probe":
         evaluated += labelled * (1 + has_trial(recipe, labelled)) + val
-    warnings = unintended(recipe, plan, labelled, classes)
-    if recipe.trunk == "frozen":
-        warnings = [
-            "the time is that of training on images; with --trunk frozen each image passes the network once",
-            *warnings,
-        ]
+    notes = ["the time is that of training on images; with --trunk frozen each image passes the network once"]
     return Work(
         plan=plan, pools=pools, val=val, classes=classes, here=here, epochs=plan.total_steps / plan.steps_per_epoch,
-        imitation_steps=steps, generations=plan.generations, label_bytes=label_bytes, warnings=warnings,
+        imitation_steps=steps, generations=plan.generations, label_bytes=label_bytes,
+        notes=notes if recipe.trunk == "frozen" else [], warnings=unintended(recipe, plan, labelled, classes),
         teacher_images=teacher_images, evaluation_images=evaluated,
     )  # fmt: skip
 
@@ -169,7 +169,7 @@ def _read_file(init: Init) -> tuple[Card, str]:
 @lru_cache(maxsize=64)
 def time_network(
     network: Network, classes: int, at_once: int, precision: str, channels_last: bool,
-    optimizer: Literal["sgd", "adamw", "lars", "relative"],
+    optimizer: Literal["sgd", "adamw", "lars", "relative"], trunk: str = "all",
 ) -> tuple[Tensor, Tensor, Tensor, int, tuple[int, int]]:  # fmt: skip
     """Time a network with random weights on random images, at most `at_once` in a step.
 
@@ -180,6 +180,8 @@ def time_network(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build(network.arch, padding=network.padding)
     new_head(model, classes, "prior")
+    if trunk not in ("all", "frozen"):  # less is learned, and the gradient ends earlier
+        choose_trainable(model, trunk)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model.to(device).to(memory_format=layout).train()
     autocast = torch.autocast(
@@ -256,9 +258,15 @@ class Estimate:
     memory: int  # bytes
     on_gpus: Need  # of one process, in the recipe's precision; auto: bf16
 
-    def warnings(self) -> list[str]:
-        """About the recipe, and about the disk and memory of this machine."""
-        sentences, disk, free = [*self.work.warnings], sum(self.disk.values()), shutil.disk_usage(".").free
+    @property
+    def left(self) -> int:
+        """Bytes of a finished run folder."""
+        return sum(self.disk.values()) - self.disk["checkpoints"]
+
+    def warnings(self, *, schedule: bool = True) -> list[str]:
+        """About the disk and memory of this machine and, with `schedule`, about that of the recipe."""
+        sentences = [*self.work.notes, *(self.work.warnings if schedule else [])]
+        disk, free = sum(self.disk.values()), shutil.disk_usage(".").free
         if disk > free:
             sentences.append(f"disk: a run needs {decimal(disk)}, {decimal(free)} are free")
         if torch.cuda.is_available():
@@ -289,7 +297,7 @@ def estimate(recipe: Recipe, *, network: Network | None = None, teacher: Network
     part = recipe.batch_size // (1 if recipe.accumulate == "auto" else recipe.accumulate)
     kind = (
         work.classes, max(min(part, MOST_AT_ONCE), 2), precision, recipe.channels_last is True,
-        recipe.optimizer.name,
+        recipe.optimizer.name, recipe.trunk,
     )  # fmt: skip
     learn, update, forward, parameters, kept = time_network(network, *kind)
     _, _, label, teacher_parameters, _ = time_network(teacher or network, *kind)
@@ -342,14 +350,17 @@ def describe(resolved: Resolved, price: Estimate) -> str:
                  f": {plan.total_steps - work.imitation_steps:,} interaction, {work.imitation_steps:,} imitation",
         "generations": f"{work.generations} in {len(plan.phases)} phases",
         "forwards": f"{work.teacher_images:,} images by the teacher, {work.evaluation_images:,} to evaluate",
-        "disk": f"{decimal(sum(price.disk.values()))}: "
-                + ", ".join(f"{name} {decimal(size)}" for name, size in price.disk.items()),
+        "disk": f"{decimal(sum(price.disk.values()))} at most: "
+                + ", ".join(f"{name} {decimal(size)}" for name, size in price.disk.items())
+                + f"; {decimal(price.left)} when it is finished (--keep-checkpoints keeps the checkpoints too)",
         "memory": f"about {decimal(price.memory)} for weights, optimiser and activations in one process",
         "GPUs": gpu_words(recipe, price.on_gpus),
         "time": time_words(price.seconds) + ("" if work.here else "; reading images is not in it"),
     }  # fmt: skip
     text = "".join(f"{name:<12}{line}\n" for name, line in lines.items())
-    return text + "".join(f"warning: {sentence}\n" for sentence in price.warnings())
+    # A warning about a recipe of ours that nobody changed would be no advice.
+    schedule = schedule_is_given(resolved) or not resolved.path.is_relative_to(shipped("recipes"))
+    return text + "".join(f"warning: {sentence}\n" for sentence in price.warnings(schedule=schedule))
 
 
 def gpu_words(recipe: Recipe, need: Need) -> str:

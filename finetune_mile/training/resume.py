@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 import sys
 import zipfile
 from collections.abc import Callable
@@ -83,7 +84,7 @@ def load_latest(folder: RunFolder, warn: Callable[[str], object]) -> dict[str, A
     if damaged:
         raise Problem(
             f"{folder.path} has no usable checkpoint: {'; '.join(damaged)}. Restore a good one, or start again with "
-            f"--recipe {folder.path / 'recipe.yaml'} --out DIR"
+            f"--recipe {shlex.quote(str(folder.path / 'recipe.yaml'))} --out DIR"
         )
     return None
 

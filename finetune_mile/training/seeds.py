@@ -47,7 +47,7 @@ def summarise(path: Path, runs: list[Path]) -> None:
     means = {key: statistics.fmean(each) for key, each in values.items()}
     write_json(path / SUMMARY, {key: {"mean": means[key], "std": spread[key], "seeds": values[key]} for key in shared})
     table = Table("measure", "mean", "std", "seeds", title=f"{len(runs)} seeds", title_justify="left")
-    for key, _, unit, _ in closing_rows(means):
+    for key, _, unit, _, _ in closing_rows(means):
         each = ", ".join(f"{value:.1f}" for value in values[key])
         table.add_row(key, f"{means[key]:.2f} {unit}", f"{spread[key]:.2f}", each)
     out = wide_console()

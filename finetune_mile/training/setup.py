@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -20,6 +19,7 @@ from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.classifier import load_teacher
 from finetune_mile.checkpoints.init import Init
 from finetune_mile.checkpoints.loading import LoadReport, load_network
+from finetune_mile.compute.passes import Outputs, outputs_of
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.cores import local_processes
 from finetune_mile.core.problems import Failed, Problem
@@ -32,10 +32,12 @@ from finetune_mile.images.splits import Pools, add_unlabelled, labelled_pools
 from finetune_mile.images.truth import with_truth
 from finetune_mile.learning.mixing import Mix, draw_mix
 from finetune_mile.learning.optim import rate_at
-from finetune_mile.measures.metrics import measure
-from finetune_mile.measures.predictions import pick_probe, predict
+from finetune_mile.measures.metrics import Measured, measure
+from finetune_mile.measures.predictions import pick_probe
+from finetune_mile.measures.verdicts import edges, map_edges, sets_of
 from finetune_mile.networks.heads import set_head
 from finetune_mile.networks.parts import choose_trainable, plain_head, recompute_blocks, set_drop_path
+from finetune_mile.networks.resnets import ResNet
 from finetune_mile.networks.vits import join_options, split_options
 from finetune_mile.training.plan import Plan, auto_rate, labelled_per_batch, make_plan
 from finetune_mile.training.processes import Signals, on_device, start, stop_together
@@ -84,7 +86,8 @@ class Viewer:
     def readers(self) -> Readers:
         """The loader processes of evaluation and labelling."""
         if self._readers is None:
-            self._readers = Readers(workers=self.workers, pin=self.pin)
+            share = max(self.batch_size // self.accelerator.num_processes, 1)
+            self._readers = Readers(workers=self.workers, pin=self.pin, batch_size=share)
         return self._readers
 
     def get_ready(self) -> None:
@@ -103,20 +106,15 @@ class Viewer:
 
     def outputs(
         self, network: nn.Module, images: ImageSet, indices: Indices, tick: Callable[[], None] | None = None
-    ) -> Tensor:
-        """A bare network's outputs (n, C) on the plain view of some images; NaN for those that cannot be read."""
-        views = self.views(images)
-        share = max(self.batch_size // self.accelerator.num_processes, 1)
-        outputs = predict(
-            self.accelerator, network, views, indices, self.prepare,
-            batch_size=share, readers=self.readers, tick=tick or self.tick,
-        )  # fmt: skip
+    ) -> Outputs:
+        """A bare network's outputs (n, C) on the plain view of some images."""
+        outputs = outputs_of(
+            self.accelerator, network, self.views(images), indices, self.prepare, self.readers, tick or self.tick
+        )
         stop_together(self.accelerator, self.signals, 0)
-        bad = torch.from_numpy(np.isin(indices, list(views.bad))).to(self.accelerator.device)
-        bad = self.accelerator.reduce(bad.int(), reduction="sum").cpu() > 0  # each process knows its own
-        if bool((outputs.isnan().all(1) & ~bad).any()):  # must not pass for bad images
+        if bool(outputs.rows[outputs.readable].isnan().all(1).any()):
             raise Failed("the network's outputs are not numbers any more; lower --lr, or set optimizer.clip")
-        return outputs.masked_fill_(bad.unsqueeze(1), torch.nan)
+        return outputs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,6 +131,7 @@ class Setup:
     card: Card
     report: LoadReport
     complete: nn.Module | None = None  # with a frozen trunk: the backbone and a classifier, not trained
+    measured: Measured | None = None  # when the run is finished: what its scores are means of
 
     @property
     def accelerator(self) -> Accelerator:
@@ -141,6 +140,14 @@ class Setup:
     @property
     def data(self) -> Data:
         return self.viewer.data
+
+    @property
+    def own_size(self) -> int | None:
+        """The checkpoint's own image size; None for a file that does not show it."""
+        size, network = self.card.preprocess.size, self.complete or self.network
+        small = isinstance(network, ResNet) and isinstance(network.conv1, nn.Conv2d) and network.conv1.stride == (1, 1)
+        assumed = size == Preprocess().size and small  # a 3x3 stem sees small images, a card would say which
+        return None if assumed else size
 
     @property
     def num_classes(self) -> int:
@@ -196,16 +203,18 @@ class Setup:
         return self.scores(self.viewer.outputs(network, val, picked.numpy()), picked, images)[0]
 
     def scores(
-        self, logits: Tensor, picked: Tensor, images: ImageSet | None = None
-    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        self, outputs: Outputs, picked: Tensor, images: ImageSet | None = None, *, intervals: bool = False
+    ) -> tuple[dict[str, float], Measured]:
         """Scores of logits (n, C) on the validation images, or on `images`, that are `picked` (n,).
 
+        Images that could not be read do not count, and are counted.
+
         Returns:
-            The scores, and those of each class: columns (C,) of per_class.csv.
+            The scores, with their `intervals` where these are asked for; and what they are means of.
         """
         val, recipe = self.data.val if images is None else images, self.recipe
-        good = ~logits.isnan().all(1)  # bad images do not count, and are counted
-        logits, picked = logits[good], picked[good]
+        good = outputs.readable
+        logits, picked = outputs.rows[good], picked[good]
         measured = measure(
             logits, val.given[picked], None if val.truth is None else val.truth[picked], activation=recipe.activation,
             prediction_set=recipe.evaluate.prediction_set, rho=recipe.rho,
@@ -214,8 +223,12 @@ class Setup:
         scores = measured.results()
         if self.data.extra_scores is not None and images is None:
             scores |= self.data.extra_scores(self.probabilities(logits), picked)
+        if intervals:
+            ranked = logits if recipe.activation == "sigmoid" else logits.log_softmax(1)
+            labels = sets_of(val.given, val.truth)[picked]
+            scores |= edges(scores, measured.table) | map_edges(ranked, labels)
         bad = {} if bool(good.all()) else {"bad_images": float((~good).sum())}
-        return scores | bad, measured.table
+        return scores | bad, measured
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Logits (n, C), read as the recipe's activation says."""
@@ -238,8 +251,7 @@ class Setup:
 
     def training_logits(self, network: nn.Module, picked: Indices) -> tuple[Tensor, Tensor]:
         """Logits and given labels of some training images, without those that cannot be read."""
-        logits = self.viewer.outputs(network, self.pools.images, picked)
-        good = ~logits.isnan().all(1)
+        logits, good = self.viewer.outputs(network, self.pools.images, picked)
         return logits[good], self.pools.images.given[torch.from_numpy(picked)][good]
 
 
@@ -328,7 +340,7 @@ def lay_out(recipe: Recipe, data: Data | None = None) -> tuple[Data, Pools, Plan
     data = data or load_data(recipe.data)
     if recipe.truth is not None:
         data = with_truth(data, recipe.truth)
-    if "environments" in recipe.rules.needs and data.train.environment is None:
+    if "environments" in recipe.method_value.needs and data.train.environment is None:
         raise Problem(f"--method {recipe.method} needs images from several environments, such as colored-mnist:DIR; "
                       f"--data {recipe.data} has none")  # fmt: skip
     pools = labelled_pools(

@@ -22,7 +22,7 @@ from finetune_mile.images.index import Data, ImageSet, write_list
 from finetune_mile.images.sources import anchored, check_truth, load_data, scheme_and_place, split_name
 from finetune_mile.measures import CLOSING
 from finetune_mile.measures.classifiers import columns_for, logits_of, open_classifier, parse_model, run_folder
-from finetune_mile.training.folder import environment, next_folder, read_info
+from finetune_mile.training.folder import REFIT, environment, next_folder, read_info
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -279,7 +279,7 @@ def predict_with(source: Init, options: argparse.Namespace, accelerator: Acceler
     data = load_data(options.data)
     part = options.part or default_part(options.data, source)
     images = pick_images(data, part)
-    if part == "all" and accelerator.is_main_process:
+    if (part == "all" or _file_of_run(source, REFITTED)) and accelerator.is_main_process:
         warn_of_training_images(images, source)
     weights = options.weights if source.flag == "--model" else None
     model = open_classifier(source, weights=weights, num_classes=len(data.classes), seed=options.seed)
@@ -342,14 +342,25 @@ def _place(data: str) -> tuple[str, Path, str]:
     return scheme, Path(path).resolve(), options
 
 
+REFITTED = f"{REFIT}/split.json"
+
+
 def warn_of_training_images(images: ImageSet, model: Init) -> None:
     """Warn where a run is scored on images that it was trained on: the number would be too good."""
-    split = _file_of_run(model, "split.json")
+    refitted = _file_of_run(model, REFITTED)
+    split = refitted or _file_of_run(model, "split.json")
     if split is None:
         return
-    trained = set(json.loads(split.read_text(encoding="utf-8")).get("ids", ()))
+    lists = json.loads(split.read_text(encoding="utf-8"))
+    trained = {*lists.get("ids", ()), *lists.get("val_ids", ())}
     seen = sum(each in trained for each in images.ids)
-    if seen:
+    if seen and refitted:
+        sys.stderr.write(
+            f"warning: {seen:,} of these {len(images):,} images have the names of images that {model.text} was trained "
+            "on by --refit. If they are the same photos, the scores are too good; results.json of the run has those "
+            "before\n"
+        )
+    elif seen:
         sys.stderr.write(
             f"warning: {seen:,} of these {len(images):,} images have the names of images that {model.text} was trained "
             "on, so the scores are too good; --part val evaluates the others\n"
@@ -389,10 +400,12 @@ def _read_one(data: Data, order: list[int], index: int) -> Tensor:
 def results_of(measured: Measured, predictions: Predictions, options: argparse.Namespace) -> dict[str, float]:
     """The content of results.json.
 
-    An interval is two more keys, `accuracy_low` and `accuracy_high`: 95 %, drawn over images; for means over classes
-    (map, recovery_map) over classes. The threshold of f1@best is held fixed in it.
+    An interval is two more keys, `accuracy_low` and `accuracy_high`: 95 %, Wilson's for accuracies, else drawn over
+    images; for means over classes (recovery_map, map of images with one given label) over classes. The
+    threshold of f1@best is held fixed in it.
     """
     from finetune_mile.measures.intervals import intervals
+    from finetune_mile.measures.verdicts import edges, map_edges, sets_of
 
     results = measured.results()
     bad = predictions.about.get("bad_images") or {}
@@ -400,9 +413,14 @@ def results_of(measured: Measured, predictions: Predictions, options: argparse.N
         results["bad_images"] = float(len(bad))
     for values in (measured.samples, measured.by_class):
         present = {key: value for key, value in values.items() if key in results}
-        edges = intervals(present, draws=options.draws, seed=options.seed) if options.draws > 0 else {}
-        for key, (low, high) in edges.items():
+        drawn = intervals(present, draws=options.draws, seed=options.seed) if options.draws > 0 else {}
+        for key, (low, high) in drawn.items():
             results |= {f"{key}_low": low, f"{key}_high": high}
+    if options.draws > 0:  # shares have Wilson's interval, as in runs: no resample of 40 right answers has a wrong one
+        softmax = (options.activation or predictions.activation) == "softmax"
+        ranked = predictions.logits.log_softmax(1) if softmax else predictions.logits
+        labels = sets_of(predictions.given, predictions.truth)
+        results |= edges(results, measured.table) | map_edges(ranked, labels)
     return results
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_mile.checkpoints.init import parse_source
 from finetune_mile.config.flags import Parser
+from finetune_mile.core.files import check_empty
 from finetune_mile.core.problems import Problem
-from finetune_mile.verbs.predict import check_empty
 
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.loading import Opened
@@ -37,7 +37,19 @@ NEEDS = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 OLDEST = {"onnx": {"torch": (2, 7), "onnxscript": (0, 7)}}  # CONTRIBUTING.md has what was tried
 PROGRAMS = {"onnx": "model.onnx", "torch": "model.pt2"}
 PART = ".part"  # in DIR, until everything is checked
-NOTES = ("arch", "classes", "activation", "threshold", "size", "crop", "interpolation", "antialias", "mean", "std")
+NOTES = (
+    "arch",
+    "classes",
+    "activation",
+    "threshold",
+    "thresholds",
+    "size",
+    "crop",
+    "interpolation",
+    "antialias",
+    "mean",
+    "std",
+)
 
 
 def build_parser() -> Parser:

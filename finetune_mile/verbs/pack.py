@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import io
 import json
+import shlex
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
@@ -94,7 +95,7 @@ def _pack(options: argparse.Namespace, data: Data) -> str:
         size = sum(path.stat().st_size for path in out.glob("*.tar"))
         message = (
             f"{len(data.train) + len(data.val) - len(bad):,} images in {size / 1e9:.2f} GB; use them with "
-            f"--data wds:{out}{f' ({len(bad)} could not be read: bad_images.csv)' if bad else ''}"
+            f"--data {shlex.quote(f'wds:{out}')}{f' ({len(bad)} could not be read: bad_images.csv)' if bad else ''}"
         )
     # What only an unfinished pack needs; the lock too, since nobody writes into a complete one.
     for pattern in ("*.tar.bad.json", ".*.tar.part", f".{STATE}.part", f".{BAD}.part", LOCK):

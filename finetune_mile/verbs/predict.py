@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 from finetune_mile.checkpoints.init import parse_source
 from finetune_mile.config.flags import Parser
 from finetune_mile.core.console import progress
+from finetune_mile.core.files import check_empty
 from finetune_mile.core.problems import BadImage, Failed, Problem
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
 from finetune_mile.images.index import ENDINGS, Files, ImageSet, Names, count_endings, say_unreadable, scan_tree
@@ -38,7 +39,7 @@ exit code: 0 all images were read, 1 some could not be read (stderr names them),
 OTHER_FORMS = {"model.onnx": "onnx", "model.pt2": "torch"}
 WIDEST = 60  # column of names in a table
 SMALLEST, MOST_DRAWN = 320, 6  # width of an annotated copy, and labels drawn on it
-Labels = list[tuple[str, float]]  # the most likely first
+Labels = list[tuple[str, float, float]]  # class, probability and threshold, the most likely first
 
 
 def build_parser() -> Parser:
@@ -69,16 +70,17 @@ def main(argv: list[str]) -> int:
     from accelerate import PartialState
 
     from finetune_mile.checkpoints.classifier import open_with_head
-    from finetune_mile.checkpoints.exporting import THRESHOLD
+    from finetune_mile.checkpoints.exporting import thresholds_of
     from finetune_mile.training.processes import use_threads
 
     use_threads()
     opened = open_with_head(options.run, "RUN")
-    own = opened.config.get("threshold")
-    threshold = options.threshold if options.threshold is not None else own if isinstance(own, float) else THRESHOLD
+    thresholds = thresholds_of(opened.config, opened.report.classifier, options.run)
+    if options.threshold is not None:
+        thresholds.fill_(options.threshold)
     began = time.monotonic()
     try:
-        skipped = _predict(options, names, opened, str(PartialState().device), threshold)
+        skipped = _predict(options, names, opened, str(PartialState().device), thresholds)
         sys.stdout.flush()
     except BrokenPipeError:  # such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
@@ -141,48 +143,39 @@ def _names_in(word: str) -> list[str]:
     return [str(path / name) for name in scan.names]
 
 
-def check_empty(folder: Path, flag: str) -> None:
-    """Refuse a folder that has content, or that cannot be made."""
-    try:
-        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-            raise Problem(f"{flag} {folder}: it already exists; give a folder that is new or empty")
-        above = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-        if not above.is_dir() or not os.access(above, os.W_OK):
-            raise Problem(f"{flag} {folder}: {above} is not a folder that can be written; choose another")
-    except OSError as error:
-        raise Problem(f"{flag} {folder}: {error.strerror}; choose another folder") from error
-
-
 # ------------------------------------------------------------------------------------ their labels
 
 
-def _predict(options: argparse.Namespace, names: Sequence[str], opened: Opened, device: str, threshold: float) -> int:
+def _predict(options: argparse.Namespace, names: Sequence[str], opened: Opened, device: str, thresholds: Tensor) -> int:
     """Print the labels of every image as soon as its batch is done; returns how many images were skipped."""
     import torch
 
     from finetune_mile.images.pipeline import decode_from
+    from finetune_mile.measures import say_threshold
 
     images = ImageSet(
         ids=names, given=torch.full((len(names),), -1), truth=None, read=partial(decode_from, Files(Path(), names))
     )
+    same = bool((thresholds == thresholds[0]).all())
+    one = float(f"{float(thresholds[0]):.6g}") if same else None  # 0.1 of float32 is 0.1
     out = sys.stdout  # the progress bar replaces it while it is shown
     width = min(max(map(len, names)), WIDEST)
     titles = {
         "csv": "image,label,probability\n",
-        "table": f"{'image':<{width}}  labels above {threshold:g}, else (the best one)\n",
+        "table": f"{'image':<{width}}  labels above {say_threshold(thresholds)}, else (the best one)\n",
     }
     out.write(titles.get(options.format, ""))
     skipped, taken = 0, set[Path]()
     # On a terminal the results themselves are the progress.
     with progress("images", len(names), quiet=out.isatty()) as advance:
         for sample, labels in labelled(
-            opened, images, threshold, device=device, batch_size=options.batch_size, workers=options.workers
+            opened, images, thresholds, device=device, batch_size=options.batch_size, workers=options.workers
         ):
             advance(1)
             if labels is None:
                 skipped += 1
                 continue
-            write_labels(out, options.format, names[sample], labels, threshold=threshold, width=width)
+            write_labels(out, options.format, names[sample], labels, one=one, width=width)
             if options.annotate is not None:
                 target = target_of(options.annotate, names[sample], taken)
                 try:
@@ -193,7 +186,7 @@ def _predict(options: argparse.Namespace, names: Sequence[str], opened: Opened, 
 
 
 def labelled(
-    opened: Opened, images: ImageSet, threshold: float, *, device: str = "cpu", batch_size: int = 64,
+    opened: Opened, images: ImageSet, thresholds: Tensor, *, device: str = "cpu", batch_size: int = 64,
     workers: int | None = None,
 ) -> Iterator[tuple[int, Labels | None]]:  # fmt: skip
     """Each image's index and labels, in order; None where it cannot be read, which is told on stderr.
@@ -201,14 +194,16 @@ def labelled(
     Args:
         opened: a network with its classifier.
         images: read ahead by loader processes.
-        threshold: least probability of a label beside the best one.
+        thresholds: (C,) least probability of a label beside the best one.
         device: to compute on.
         batch_size: images of a forward pass.
         workers: loader processes; None: from the cores.
     """
+    import numpy as np
     import torch
 
-    from finetune_mile.images.pipeline import Views, batches, default_workers, normalise
+    from finetune_mile.compute.passes import keys_of, stream
+    from finetune_mile.images.pipeline import Readers, Views, default_workers, normalise
 
     def tell(bad: Mapping[int, str]) -> None:
         for sample, reason in bad.items():
@@ -219,37 +214,49 @@ def labelled(
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (preprocess.mean, preprocess.std))
     classes = opened.classes or tuple(map(str, range(opened.report.classifier)))
     views = Views(images, preprocess, None, 0, on_bad=tell)
-    keys = ([(0, i) for i in range(len(images))[at : at + batch_size]] for at in range(0, len(images), batch_size))
     if workers is None:  # one batch is read sooner than a process starts
         workers = default_workers(1) if len(images) > batch_size else 0
-    for batch in batches(views, keys, workers=workers, pin=device != "cpu"):
-        with torch.inference_mode():
-            pixels = normalise(batch.images.to(device, non_blocking=True), mean, std)
-            logits = network(pixels.contiguous(memory_format=layout)).float().cpu()
+    readers = Readers(workers=workers, pin=device != "cpu", batch_size=batch_size)
+
+    def prepare(pixels: Tensor) -> Tensor:
+        return normalise(pixels.to(device, non_blocking=True), mean, std).contiguous(memory_format=layout)
+
+    for samples, (rows, readable) in stream(
+        network, views, keys_of(np.arange(len(images)), batch_size), prepare, readers
+    ):
+        logits = rows.cpu()
         chances = logits.sigmoid() if opened.activation == "sigmoid" else logits.softmax(1)
-        for sample, row in zip(batch.samples.tolist(), chances, strict=True):
-            yield sample, None if sample in views.bad else _above(row, classes, threshold)
+        for sample, row, read in zip(samples.tolist(), chances, readable.tolist(), strict=True):
+            yield sample, _above(row, classes, thresholds) if read else None
 
 
-def _above(row: Tensor, classes: Sequence[str], threshold: float) -> Labels:
-    """The classes of an image's probabilities (C,) above the threshold, and always the most likely one."""
-    values, order = row.topk(max(int((row > threshold).sum()), 1))
-    return [(classes[c], p) for c, p in zip(order.tolist(), values.tolist(), strict=True)]
+def _above(row: Tensor, classes: Sequence[str], thresholds: Tensor) -> Labels:
+    """The classes of an image's probabilities (C,) above their thresholds, and always the most likely one."""
+    order = row.argsort(descending=True, stable=True)
+    above = row > thresholds
+    above[order[0]] = True
+    kept = order[above[order]]
+    return [(classes[c], float(row[c]), float(thresholds[c])) for c in kept.tolist()]
 
 
 # ------------------------------------------------------------------------------------ what comes out
 
 
-def write_labels(out: TextIO, form: str, name: str, labels: Labels, *, threshold: float, width: int) -> None:
-    """Write one image's labels: a line of a table, a line of JSON, or a line of CSV for each label."""
+def write_labels(out: TextIO, form: str, name: str, labels: Labels, *, one: float | None, width: int) -> None:
+    """Write one image's labels: a line of a table, a line of JSON, or a line of CSV for each label.
+
+    `one`: the threshold of all classes; None: each has its own.
+    """
     if form == "jsonl":
-        listed = [{"label": label, "probability": round(p, 6)} for label, p in labels]
-        out.write(json.dumps({"image": name, "labels": listed, "threshold": threshold}) + "\n")
+        listed = [{"label": label, "probability": round(p, 6)} for label, p, _ in labels]
+        if one is None:
+            listed = [entry | {"threshold": round(t, 6)} for entry, (_, _, t) in zip(listed, labels, strict=True)]
+        out.write(json.dumps({"image": name, "labels": listed, **({} if one is None else {"threshold": one})}) + "\n")
     elif form == "csv":
-        csv.writer(out, lineterminator="\n").writerows((name, label, f"{p:.6f}") for label, p in labels)
+        csv.writer(out, lineterminator="\n").writerows((name, label, f"{p:.6f}") for label, p, _ in labels)
     else:
-        shown = ", ".join(f"{label} {p:.2f}" for label, p in labels)
-        out.write(f"{name:<{width}}  {shown if labels[0][1] > threshold else f'({shown})'}\n")
+        shown = ", ".join(f"{label} {p:.2f}" if p > t else f"({label} {p:.2f})" for label, p, t in labels)
+        out.write(f"{name:<{width}}  {shown}\n")
     out.flush()
 
 
@@ -276,7 +283,7 @@ def annotate(image: Tensor, labels: Labels, path: Path) -> None:
     size = max(picture.width // 32, 12)
     font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans.ttf", size)  # no Path: Pillow 10.0
     draw = ImageDraw.Draw(picture)
-    for row, (label, p) in enumerate(labels[:MOST_DRAWN]):
+    for row, (label, p, _) in enumerate(labels[:MOST_DRAWN]):
         left, top = size // 2, size // 2 + row * (size * 3 // 2)
         text = f"{label} {p:.2f}"
         draw.rectangle((left, top, left + draw.textlength(text, font) + size // 2, top + size * 4 // 3), fill="black")

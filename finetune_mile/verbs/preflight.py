@@ -216,7 +216,6 @@ def _features(
     setup: Setup, init: Init, opened: Opened, rows: dict[Split, Indices]
 ) -> dict[Split, tuple[Tensor, Tensor]]:
     """Features (n, D) and labels of the images in `rows` that can be read; many are kept on disk, as `probe` does."""
-    import numpy as np
     import torch
 
     from finetune_mile.verbs.embed import features_of
@@ -229,18 +228,15 @@ def _features(
             batch_size=EACH * accelerator.num_processes,
         )  # fmt: skip
         store = features_of(init, data, options, accelerator, setup.viewer.signals, rows=rows)
-        read = {
-            split: torch.from_numpy(np.array(store.features(split)[some], np.float32)) for split, some in rows.items()
-        }
+        read = {split: store.rows(split, some) for split, some in rows.items()}
     else:
         viewer = dataclasses.replace(
             setup.viewer, preprocess=opened.card.preprocess, batch_size=EACH * accelerator.num_processes
         )
         network = opened.network.to(accelerator.device)
-        read = {split: viewer.outputs(network, sets[split], some).float() for split, some in rows.items()}
+        read = {split: viewer.outputs(network, sets[split], some) for split, some in rows.items()}
     found = {}
-    for split, features in read.items():
-        good = ~features.isnan().any(1)
+    for split, (features, good) in read.items():
         found[split] = features[good], sets[split].given[torch.from_numpy(rows[split])][good]
     return found
 

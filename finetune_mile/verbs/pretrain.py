@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, get_args
 from finetune_mile.config.flags import RESUME, Parser, given_settings, read_flags, resumed
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
-from finetune_mile.pretraining.recipe import Method, Resolved, check, resolve
+from finetune_mile.pretraining.recipe import Method, ResolvedPretrain, check, resolve
 from finetune_mile.training.folder import choose_folder, is_finished, resumed_recipe, say_finished
 
 if TYPE_CHECKING:
-    from finetune_mile.pretraining.run import Setup
+    from finetune_mile.pretraining.run import PretrainSetup
 
 SETTINGS = ("recipe", "method", "data", "arch", "steps", "batch_size", "lr", "seed")
 
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     return run(resolved, path, options)
 
 
-def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
+def prepare(options: argparse.Namespace) -> tuple[ResolvedPretrain, Path]:
     """All that can be checked before torch is imported; nothing is written."""
     if isinstance(options.resume, Path):
         return resumed_settings(options.resume), options.resume
@@ -70,14 +70,14 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path]:
     return resumed_settings(path) if begun else resolved, path
 
 
-def resumed_settings(folder: Path) -> Resolved:
+def resumed_settings(folder: Path) -> ResolvedPretrain:
     path, tree = resumed_recipe(folder)
     if "neighbours" not in tree:
         raise Problem(f"--resume {folder}: not a pre-training run; resume it with finetune-mile run --resume")
     return check(tree, {}, [], path, "--resume")
 
 
-def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
+def run(resolved: ResolvedPretrain, path: Path, options: argparse.Namespace) -> int:
     """The run itself; from here on torch is needed."""
     if options.resume is not None and not options.explain and is_finished(path):
         return say_finished(path)
@@ -95,11 +95,11 @@ def run(resolved: Resolved, path: Path, options: argparse.Namespace) -> int:
         return train(setup, folder)
 
 
-def describe(resolved: Resolved, setup: Setup, *, full: bool) -> None:
+def describe(resolved: ResolvedPretrain, setup: PretrainSetup, *, full: bool) -> None:
     """Print the run: a few lines, or with `full` also every setting."""
     from rich.console import Console
 
-    from finetune_mile.training.explain import settings_table
+    from finetune_mile.training.settings import settings_table
 
     out = Console(stderr=not full, highlight=False, soft_wrap=True)
     recipe, world, count = setup.recipe, setup.accelerator.num_processes, len(setup.images)

@@ -82,7 +82,7 @@ def compute(
     import numpy as np
 
     from finetune_mile.images.splits import labelled_pools
-    from finetune_mile.measures.probing import majority, probe, ranking
+    from finetune_mile.measures.probing import floor, measure_of, probe, ranking
 
     data = load_data(options.data)
     seeds = 1 if options.fraction == 1 else options.seeds  # all labels are the same labels in every draw
@@ -96,18 +96,18 @@ def compute(
         embedded = time.monotonic()
         if not accelerator.is_main_process:
             continue
-        train, val = store.features("train"), store.features("val")
-        probed[init.text] = probe(train, val, data, labelled, k=options.k)
+        probed[init.text] = probe(store, data, labelled, k=options.k)
         facts[init.text] = {
-            "features": train.shape[1], "store": str(store.path), "seconds_features": round(embedded - began, 2),
-            "seconds_probes": round(time.monotonic() - embedded, 2),
+            "features": store.features("train").shape[1], "store": str(store.path),
+            "seconds_features": round(embedded - began, 2), "seconds_probes": round(time.monotonic() - embedded, 2),
         }  # fmt: skip
     if not accelerator.is_main_process:
         return None
     rows = [row | facts[row["init"]] for row in ranking(probed)]
     return {
         "data": data.name, "fraction": options.fraction, "seeds": seeds, "k": options.k, "labels": len(labelled[0]),
-        "images": len(data.val), "classes": len(data.classes), "majority": majority(data), "probes": rows,
+        "images": len(data.val), "classes": len(data.classes), "measure": measure_of(data.val.given),
+        "floor": floor(data)[0], "majority": floor(data)[1], "probes": rows,
     }  # fmt: skip
 
 
@@ -130,9 +130,10 @@ def show(result: dict[str, Any]) -> None:
 
     from finetune_mile.training.display import wide_console
 
+    score = "mAP" if result["measure"] == "map" else "accuracy"
     title = (
         f"{result['data']}: {result['labels']:,} labels ({100 * result['fraction']:g} %), "
-        f"{result['seeds']} draw{'s' if result['seeds'] > 1 else ''}, accuracy on {result['images']:,} images"
+        f"{result['seeds']} draw{'s' if result['seeds'] > 1 else ''}, {score} on {result['images']:,} images"
     )
     table = Table("checkpoint", "k-NN", "softmax", "sigmoid", "behind the first", title=title, title_justify="left")
     for row in result["probes"]:
@@ -143,6 +144,7 @@ def show(result: dict[str, Any]) -> None:
     out = wide_console()
     out.print(table)
     out.print(
-        f"95 % intervals over the images in parentheses. The most frequent class alone: {result['majority']:.1f}.",
+        f"95 % intervals over the {'classes' if result['measure'] == 'map' else 'images'} in parentheses. Without "
+        f"training, {result['floor']}: {result['majority']:.1f}.",
         soft_wrap=True,
     )

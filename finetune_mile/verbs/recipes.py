@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
         text = f"{text[: base.start(1)]}{called}{text[base.end(1) :]}"
     with whole_file(options.file) as part:
         part.write_text(text, "utf-8")
-    sys.stdout.write(f"{options.file}: use it with finetune-mile run --recipe {options.file}\n")
+    sys.stdout.write(f"{options.file}: use it with finetune-mile run --recipe {shlex.quote(str(options.file))}\n")
     return 0
 
 

@@ -23,6 +23,7 @@ from finetune_mile.checkpoints.cards import (
     own_cards,
     read_card,
     shipped_file,
+    spdx,
 )
 from finetune_mile.checkpoints.init import parse_init
 from finetune_mile.config.flags import Parser
@@ -34,12 +35,13 @@ from finetune_mile.verbs.weights_check import check_file, print_report
 if TYPE_CHECKING:
     from finetune_mile.checkpoints.loading import Opened
 
+_LINE = 150  # characters of a line of `ls` with all columns
 FEATURE_TOLERANCE = 1e-3  # of the largest feature: another processor rounds otherwise
 
 EXAMPLES = {
-    "ls": "", "show": "mocov2", "check": "moco.pth.tar --names", "convert": "runs/mine mine.safetensors",
+    "ls": "--commercial --max-mb 200", "show": "mocov2", "check": "moco.pth.tar --names",
+    "convert": "runs/mine mine.safetensors",
     "add": "model.pth --name mine, then: finetune-mile run --init mine", "verify": "mocov2",
-    "docs": "--parity FOLDER --rewritten FOLDER",
 }  # fmt: skip
 
 
@@ -74,9 +76,12 @@ def _parser() -> Parser:
         epilog="example: finetune-mile weights check FILE. finetune-mile weights VERB --help has the flags of a verb.",
     )
     verbs = parser.add_subparsers(
-        required=True, metavar="ls | show | check | convert | add | verify | docs", parser_class=_Verb
+        required=True, metavar="ls | show | check | convert | add | verify", parser_class=_Verb
     )
     ls = _add_verb(verbs, "ls", "list the published checkpoints that have a card")
+    ls.add_argument("--licence", "--license", help="only cards with this licence, for example apache-2.0")
+    ls.add_argument("--commercial", action="store_true", help="only licences that allow commercial use")
+    ls.add_argument("--max-mb", type=float, help="only networks whose weights have at most so many MB")
     ls.add_argument("--json", action="store_true", help="for scripts")
     ls.set_defaults(run=_ls)
     show = _add_verb(verbs, "show", "print everything that is known about one checkpoint")
@@ -122,11 +127,6 @@ def _parser() -> Parser:
     verify.add_argument("names", nargs="*", metavar="NAME")
     verify.add_argument("--all", action="store_true", help="all cards whose files are on this machine")
     verify.set_defaults(run=_verify)
-    docs = _add_verb(verbs, "docs", "write docs/checkpoints.md from the cards and what is measured")
-    docs.add_argument("--parity", type=Path, help="folder of checkpoints that upstream code wrote")
-    docs.add_argument("--rewritten", type=Path, help="the same for those that our tests wrote")
-    docs.add_argument("--out", type=Path, default=Path("docs/checkpoints.md"))
-    docs.set_defaults(run=_docs)
     return parser
 
 
@@ -138,32 +138,66 @@ def _say(text: str) -> None:
 
 
 def _ls(args: argparse.Namespace) -> int:
-    cards = [read_card(path) for _, path in sorted(list_cards().items())]
+    """Print the cards that fit the filters, those with the best accuracy on ImageNet first."""
+    cards = [read_card(path) for path in list_cards().values()]
+    if args.max_mb is not None and args.max_mb <= 0:
+        raise Problem(f"--max-mb {args.max_mb:g}: must be above 0")
+    licences = sorted({card.licence for card in cards})
+    if args.licence is not None and spdx(args.licence) not in licences:
+        raise Problem(f"--licence {args.licence}: no card has it; there are {', '.join(licences)}")
+    cards = [
+        card
+        for card in cards
+        if (args.licence is None or card.licence == spdx(args.licence))
+        and (args.max_mb is None or (card.size_mb is not None and card.size_mb <= args.max_mb))
+        and (card.commercial or not args.commercial)
+    ]
+    cards.sort(key=lambda card: (not _has_file(card), card.scores_on != "ImageNet-1k", -(card.linear_top1 or 0)))
     if args.json:
-        keys = {"name", "aliases", "method", "arch", "linear_top1", "verified"}
-        rows = [card.model_dump(mode="json", include=keys) | {"cached": is_cached(card)} for card in cards]
+        keys = {"name", "aliases", "method", "arch", "licence", "linear_top1", "knn_top1", "scores_on", "verified"}
+        rows = [
+            card.model_dump(mode="json", include=keys)
+            | {"megabytes": card.size_mb, "size": card.preprocess.size, "cached": is_cached(card)}
+            for card in cards
+        ]
         _say(json.dumps(rows, indent=2))
         return 0
-    table = Table("name", "method", "arch", "linear top-1", "cached", "checked by us")
-    for card in cards:
-        top1 = "" if card.linear_top1 is None else f"{card.linear_top1:.1f}"
-        table.add_row(
-            card.name, card.method, card.arch or "", top1,
-            "yes" if is_cached(card) else "", "yes" if card.verified else "unverified",
-        )  # fmt: skip
+    if not cards:
+        raise Problem("no card fits these filters; leave one of them out")
     terminal = Console()
-    (terminal if terminal.is_terminal else Console(width=120)).print(table)
+    console = terminal if terminal.is_terminal else Console(width=_LINE)
+    table = Table(box=None, pad_edge=False)
+    for title in ("name", "method", "network", "licence", "MB", "input", "linear", "k-NN", "here", "checked"):
+        if console.width >= _LINE or title not in ("method", "network", "checked"):
+            right = title in ("MB", "input", "linear", "k-NN")
+            table.add_column(title, justify="right" if right else "left", no_wrap=True)
+    for card in cards:
+        row = {
+            "name": card.name, "method": card.method,
+            "network": (card.arch or "").removeprefix("timm:").partition(":")[0], "licence": card.licence,
+            "MB": str(card.size_mb or ""), "input": str(card.preprocess.size),
+            "linear": "" if card.linear_top1 is None else f"{card.linear_top1:.1f}",
+            "k-NN": "" if card.knn_top1 is None else f"{card.knn_top1:.1f}",
+            "here": "yes" if is_cached(card) else "" if _has_file(card) else "no file",
+            "checked": "yes" if card.verified else "unverified",
+        }  # fmt: skip
+        table.add_row(*(row[str(column.header)] for column in table.columns))
+    console.print(table)
     return 0
+
+
+def _has_file(card: Card) -> bool:
+    return bool(card.remote()) or is_cached(card)
 
 
 def _show(args: argparse.Namespace) -> int:
     card = find_card(args.name)
     rows: list[tuple[str, object]] = []
-    hidden = {"files", "urls"} | (set() if card.knn_top1 is not None else {"knn_k", "knn_temperature"})
+    hidden = {"files", "urls", "instead"} | (set() if card.knn_top1 is not None else {"knn_k", "knn_temperature"})
     for key, value in card.model_dump(mode="json", exclude=hidden).items():
         several = value if isinstance(value, list) else [value]
         rows += [(key, each) for each in several if each not in (None, "", {})]
-    for remote in card.remote():
+    for remote in (*card.remote(), *([card.instead] if card.instead else ())):
         rows += [(remote.name, url) for url in remote.urls]
         known = remote.sha256 or (f"md5 {remote.md5}..." if remote.md5 else "not published")
         rows.append(("hash", known))
@@ -321,17 +355,10 @@ def first_features(opened: Opened) -> tuple[float, ...]:
     """The first eight features of a fixed picture."""
     import torch
 
+    from finetune_mile.compute.passes import show
+
     size = opened.card.preprocess.size
     steps = torch.linspace(-1.5, 1.5, size)
     picture = torch.stack([steps.expand(size, size), steps.unsqueeze(1).expand(size, size), torch.outer(steps, steps)])
-    with torch.inference_mode():
-        features = opened.network.eval()(picture.unsqueeze(0))[0, :8]
+    features = show(opened.network, picture.unsqueeze(0))[0, :8]
     return tuple(float(f"{value:.6g}") for value in features.tolist())
-
-
-def _docs(args: argparse.Namespace) -> int:
-    from finetune_mile.verbs.weights_page import write_docs
-
-    write_docs(args.out, parity=args.parity, rewritten=args.rewritten)
-    _say(f"{args.out} is written")
-    return 0

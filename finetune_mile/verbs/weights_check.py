@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections import Counter
 from pathlib import Path
@@ -50,7 +51,7 @@ def check_file(args: argparse.Namespace) -> int:
     if facts:
         _print_look(facts, args.image)
     arch = f" --arch {args.arch}" if args.arch else ""
-    _say(f"use it: finetune-mile run --init '{args.init}'{arch} --data folder:photos")
+    _say(f"use it: finetune-mile run --init {shlex.quote(args.init)}{arch} --data folder:photos")
     return 0 if fine else 1
 
 
@@ -103,7 +104,7 @@ def print_report(opened: Opened, *, names: bool, where: str = "FILE") -> None:
         some = ", ".join(values) if names else _groups(values) if part == "dropped" else _few(values)
         _say(f"{part}: {len(values)}" + (f" ({some})" if values else ""))
     for choice in report.others:
-        _say(f"other backbone: --init '{where}::{choice}' ({report.reason})")
+        _say(f"other backbone: --init {shlex.quote(f'{where}::{choice}')} ({report.reason})")
     if report.classifier:
         _say(f"classifier: {opened.called or 'fc.weight'}, {report.classifier} classes; not used (see --keep-head)")
 
@@ -166,8 +167,9 @@ def _features(opened: Opened, images: Any) -> Any:
     """Images (B, 3, H, W) to features (B, D), as numpy arrays."""
     import torch
 
-    with torch.inference_mode():
-        return opened.network.eval()(torch.from_numpy(images).float()).numpy()
+    from finetune_mile.compute.passes import show
+
+    return show(opened.network, torch.from_numpy(images).float()).numpy()
 
 
 def _apart(features: Any, expected: Any) -> float:
@@ -185,14 +187,14 @@ def look(opened: Opened, path: Path) -> dict[str, Any]:
     from PIL import Image, UnidentifiedImageError
 
     from finetune_mile.checkpoints.loading import LINEAR, Preprocessor
+    from finetune_mile.compute.passes import show
 
     try:
         with Image.open(path) as image:
             pixels = Preprocessor(opened.card.preprocess)(image)
     except (OSError, UnidentifiedImageError) as error:
         raise Problem(f"--image {path} cannot be read: {error}") from error
-    with torch.inference_mode():
-        photo, mirrored, noise = opened.network.eval()(torch.stack([pixels, pixels.flip(-1), torch.randn_like(pixels)]))
+    photo, mirrored, noise = show(opened.network, torch.stack([pixels, pixels.flip(-1), torch.randn_like(pixels)]))
     facts: dict[str, Any] = {
         "norm": float(photo.norm()),
         "largest": float(photo.abs().max()),

@@ -1,7 +1,7 @@
 """Write the shared checkpoints' weights again in formats whose own files are not here.
 
     python tests/checkpoints/rewriting.py FOLDER
-    finetune-mile weights docs --parity ../shared/checkpoints --rewritten FOLDER
+    python -m tests.weights_page --parity ../shared/checkpoints --rewritten FOLDER
 
 Each lies in a folder of its own beside `expected.npz`: the features that the upstream network gave
 for these weights, or torchvision's and timm's own where there is no upstream. So every format's

@@ -27,6 +27,7 @@ FORMATS = sorted(SAMPLES)
 ELSEWHERE = {
     *("clip-visual", "convnext", "dinov2", "mae", "msn", "open-clip", "openai-clip", "swin", "torchvision-vit"),
     *("hf-clip", "hf-convnext", "hf-dinov2", "hf-resnet", "hf-swin", "hf-vit"),
+    *("openmmlab-mae", "openmmlab-moco-v3", "openmmlab-vit"),
 }
 HERE = Located(path=Path("sample.pth"), name="sample")
 

@@ -13,8 +13,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import timm
+import torch
+import yaml
+from torch import nn
+from torch.nn import functional
 
-from finetune_mile.checkpoints.cards import Card, folder_of, is_cached
+import finetune_mile
+from finetune_mile.checkpoints.cards import Card, find_card, folder_of, is_cached
 from finetune_mile.checkpoints.cards import fetch_card as fetch
 from finetune_mile.core import transfer
 from finetune_mile.core.download import RemoteFile
@@ -303,3 +310,64 @@ def test_hub_folders_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     located = locate(parse_init("hf:owner/name"))
     assert located.path == tmp_path / "model.safetensors"
     assert located.config == {"architecture": "resnet50"}
+
+
+# -------------------------------------------------------------------- from the address to the features
+
+
+@pytest.fixture(scope="module")
+def dinov2() -> tuple[nn.Module, bytes, bytes]:
+    """timm's own ViT-S/14 of DINOv2 with random weights; its file, and one as the authors write it."""
+    torch.manual_seed(0)
+    network = timm.create_model("vit_small_patch14_dinov2", num_classes=0).eval()
+    for name, parameter in network.named_parameters():
+        nn.init.normal_(parameter, float(name.endswith(("norm1.weight", "norm2.weight", "gamma"))), 0.05)
+    authors = io.BytesIO()
+    torch.save({**network.state_dict(), "mask_token": torch.zeros(1, 384)}, authors)
+    return network, safetensors.torch.save(network.state_dict()), authors.getvalue()
+
+
+@pytest.mark.parametrize("place", ["authors", "timm"])
+def test_from_an_address_to_features_in_one_word(
+    place: str, dinov2: tuple[nn.Module, bytes, bytes], site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card of DINOv2, fetched over a connection that breaks off; timm's copy where the authors' file is gone."""
+    network, timms, authors = dinov2
+    site.files = {"/model.safetensors": timms} | ({"/vits14.pth": authors} if place == "authors" else {})
+    site.cut_after = 40_000_000
+    published = find_card("dinov2-s")
+    facts = published.model_dump(mode="json", exclude_defaults=True) | {"name": "here", "aliases": []}
+    facts |= {"urls": [f"{site.url}/vits14.pth"], "sha256": None, "bytes": None}
+    facts["instead"] = {"name": "model.safetensors", "urls": [f"{site.url}/model.safetensors"]}
+    monkeypatch.setenv("FINETUNE_MILE_CONFIG", str(tmp_path / "config"))
+    (tmp_path / "config" / "weights").mkdir(parents=True)
+    (tmp_path / "config" / "weights" / "here.yaml").write_text(yaml.safe_dump(facts))
+    found = finetune_mile.load("here")
+    assert site.asked[-2:] == ["bytes=40000000-", "bytes=80000000-"]
+    here = find_card("here")
+    file = folder_of(here) / ("dinov2_vits14_pretrain.pth" if place == "authors" else "model.safetensors")
+    kept = json.loads(file.with_name(f"{file.name}.seen.json").read_text())
+    assert kept["sha256"] == hashlib.sha256(authors if place == "authors" else timms).hexdigest()
+    assert is_cached(here)
+    # features at 224: the positions of 37 x 37 resized as the authors do, in a network of timm's for 224 pixels
+    grid = network.get_parameter("pos_embed")[:, 1:].unflatten(1, (37, 37)).permute(0, 3, 1, 2)
+    grid = functional.interpolate(grid, scale_factor=(16.1 / 37, 16.1 / 37), mode="bicubic").flatten(2).mT
+    small = timm.create_model("vit_small_patch14_dinov2", num_classes=0, img_size=224).eval()
+    state = network.state_dict()
+    small.load_state_dict(state | {"pos_embed": torch.cat([state["pos_embed"][:, :1], grid], dim=1)})
+    size = found.card.preprocess.size
+    assert size == 224
+    images = torch.rand(1, 3, size, size)
+    with torch.inference_mode():
+        expected = small(images)
+        assert float((found(images) - expected).abs().max() / expected.abs().max()) < 1e-4
+        asked = len(site.asked)
+        assert torch.equal(finetune_mile.load("here")(images), found(images))
+    assert len(site.asked) == asked  # from the cache
+    if place == "timm":  # gone as well: the way out is said in one sentence
+        file.unlink()
+        site.files = {}
+        with pytest.raises(
+            Problem, match=r"elsewhere and put it at .*; .*model\.safetensors could not be fetched either"
+        ):
+            finetune_mile.load("here")

@@ -40,7 +40,7 @@ def verdicts(tmp_path_factory):
         cwd=workplace,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,  # of the clock: a child for each file; `test_time_and_memory` bounds the processor
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

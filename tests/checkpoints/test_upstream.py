@@ -35,6 +35,10 @@ QUICK = {
     "lightly_cifar_simclr": ("lightly-generator", "resnet18-cifar-norelu"),
     "lightly_smog": ("lightly-generator", "resnet18-cifar-norelu"),
     "mmpretrain_byol": ("openmmlab", "resnet50"),
+    "mmpretrain_dinov2_vit": ("openmmlab-vit", "timm:vit_base_patch14_dinov2:dim=192,depth=2,heads=3,resize=plain"),
+    "mmpretrain_finetuned_vit": ("openmmlab-vit", "timm:vit_tiny_patch16_224:pool=avg,resize=plain"),
+    "mmpretrain_mae_vit": ("openmmlab-mae", "timm:vit_tiny_patch16_224:resize=plain"),
+    "mmpretrain_mocov3_vit": ("openmmlab-moco-v3", "timm:vit_small_patch16_224:heads=12,resize=plain"),
     "mocov3_vit_small": ("moco-v3", "timm:vit_small_patch16_224:heads=12"),
     "simsiam_r50": ("simsiam", "resnet50"),
     "solo_all4one_cifar": ("solo-learn", "resnet18-cifar2"),
@@ -45,6 +49,8 @@ QUICK = {
         "hf-clip",
         "timm:vit_base_patch16_clip_quickgelu_224:patch=32,dim=128,depth=4,heads=4,resize=plain",
     ),
+    "dinov2_narrow_plain": ("dinov2", "timm:vit_base_patch14_dinov2:dim=192,depth=2,heads=3,resize=offset"),
+    "dinov2_narrow_reg": ("dinov2", "timm:vit_base_patch14_reg4_dinov2:dim=192,depth=2,heads=3"),
     "hf_convnext": ("hf-convnext", "timm:convnext_tiny:depths=1-1-2-1,dims=32-64-128-256"),
     "hf_dinov2": ("hf-dinov2", "timm:vit_base_patch14_dinov2:img=224,dim=128,depth=4,heads=4,resize=plain"),
     "hf_resnet18": ("hf-resnet", "resnet18"),
@@ -72,6 +78,7 @@ SLOW = {
         "timm:vit_giant_patch14_dinov2:img=224,dim=384,depth=12,heads=6,resize=offset",
     ),
     "dinov2_vits14_plain": ("dinov2", "timm:vit_small_patch14_dinov2:resize=offset"),
+    "dinov2_vits14_reg": ("dinov2", "timm:vit_small_patch14_reg4_dinov2"),
     "ibot_vits16_student": ("vit", "timm:vit_small_patch16_224"),
     "mae_vitb_pretrain": ("mae", "timm:vit_base_patch16_224:resize=plain"),
     "mocov3_vit_conv_small": ("moco-v3", "timm:vit_small_patch16_224:stem=conv,depth=11,heads=12"),
@@ -203,6 +210,30 @@ def test_solo_learns_mocov3_vit_small_has_12_heads(order: str, marked: bool, hea
     assert (report.format, report.arch) == ("solo-learn", f"timm:vit_small_patch16_224{heads}")
 
 
+def test_openmmlabs_backbone_alone_asks_for_its_heads_where_positions_are_fixed(build: Build) -> None:
+    """MoCo-v3's small transformer has 12 heads, others have 6; the rest of a complete file shows whose it is."""
+    name = "mmpretrain_mocov3_vit"
+    path = build(name)
+    state = torch.load(path, weights_only=True)["state_dict"]
+    inside = {key: tensor for key, tensor in state.items() if key.startswith("backbone.")}
+    for start in ("backbone.", ""):
+        torch.save({f"{start}{key.removeprefix('backbone.')}": t for key, t in inside.items()}, path)
+        with pytest.raises(Problem, match=r"say --arch vit_small:heads=6 .* or --arch vit_small:heads=12 "):
+            finetune_mile.load(str(path))
+        found = finetune_mile.load(str(path), arch="vit_small:heads=12")
+        assert found.report.format == "openmmlab-vit"
+        assert_as_upstream(found, name)
+    torch.save({**inside, "backbone.layers.0.attn.extra.weight": torch.ones(3)}, path)
+    with pytest.raises(Problem, match=r"parts that .* does not have \(backbone\.layers\.0\.attn\.extra\.weight\)"):
+        finetune_mile.load(str(path))
+
+
+def test_openmmlabs_fine_tuned_transformer_has_a_classifier(build: Build) -> None:
+    network = finetune_mile.load(str(build("mmpretrain_finetuned_vit")))
+    assert network.report.classifier == 10
+    assert not network.report.certain
+
+
 @pytest.mark.parametrize("name", ["lightly_cifar_simclr", "bolts_simclr_stl10"])
 def test_an_export_keeps_what_no_tensor_shows(name: str, build: Build, capsys: pytest.CaptureFixture[str]) -> None:
     path = build(name)
@@ -281,3 +312,24 @@ def test_lightlys_cards_take_lightlys_files(method: str, build: Build) -> None:
     opened = open_contents(read(path), located, choice=None, arch=None, head_from=0)
     assert opened.classifier_names["fc.weight"] == "online_classifier.classification_head.weight"
     assert opened.classifier["fc.weight"].shape == (1000, 2048)
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [
+        ("dino-s16", "dino_vit_small16_backbone"),
+        pytest.param("dinov2-s", "dinov2_vits14_plain", marks=pytest.mark.slow),
+        pytest.param("dinov2-s-reg", "dinov2_vits14_reg", marks=pytest.mark.slow),
+        pytest.param("dino-r50", "dino_resnet50_backbone", marks=pytest.mark.slow),
+        pytest.param("ibot-s16", "ibot_vits16_student", marks=pytest.mark.slow),
+        pytest.param("mae-b16", "mae_vitb_encoder", marks=pytest.mark.slow),
+    ],
+)
+def test_the_cards_of_strong_weights_take_their_authors_files(card: str, name: str, build: Build) -> None:
+    path = build(name)
+    opened = open_contents(
+        read(path), Located(path=path, name="x", card=find_card(card)), choice=None, arch=None, head_from=0
+    )
+    assert opened.report.arch == find_card(card).arch
+    assert opened.card.preprocess.size == 224
+    assert_as_upstream(opened.network, name)

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import timm
 import torch
 import torchvision
 import upstream
 from shortcuts import SHORT_MILE
 from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,6 +27,7 @@ from finetune_mile.cli import main
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.any_size import resample
 from finetune_mile.networks.heads import build
+from finetune_mile.networks.vits import exported_arch
 
 SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4}
 WINDOWS = {"img_size": 32, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
@@ -264,6 +267,57 @@ def test_positions_are_resized_as_timm_and_transformers_do() -> None:
     plain = functional.interpolate(grid, size=(7, 7), mode="bicubic", align_corners=False)
     expected = torch.cat([positions[:, :1], plain.permute(0, 2, 3, 1).view(1, 49, 8)], dim=1)
     torch.testing.assert_close(resample(positions, (4, 4), (7, 7), 1, "plain"), expected)
+
+
+@pytest.mark.parametrize(
+    ("sample", "name"),
+    [("dinov2_narrow_plain", "vit_base_patch14_dinov2"), ("dinov2_narrow_reg", "vit_base_patch14_reg4_dinov2")],
+)
+@pytest.mark.parametrize("way", ["flat", "--arch", "config.json"])
+def test_dinov2_in_timms_names_has_its_authors_features(sample: str, name: str, way: str, tmp_path: Path) -> None:
+    """timm's own function converts the file; timm itself would resize the positions without registers otherwise."""
+    network = timm.create_model(name, embed_dim=192, depth=2, num_heads=3, num_classes=0)
+    state = torch.load(upstream.write(sample, tmp_path), weights_only=True)
+    network.load_state_dict(checkpoint_filter_fn(state, network))
+    path = tmp_path / "timm" / "model.safetensors"
+    path.parent.mkdir()
+    safetensors.torch.save_file(network.state_dict(), path)
+    arch = f"timm:{name}:dim=192,depth=2,heads=3"
+    if way == "config.json":
+        arguments = {"embed_dim": 192, "depth": 2, "num_heads": 3}
+        facts = {"architecture": name, "model_args": arguments, "pretrained_cfg": network.pretrained_cfg}
+        (path.parent / "config.json").write_text(json.dumps(facts))
+    found = finetune_mile.load(str(path), arch=arch if way == "--arch" else None)
+    assert upstream.distance(found, sample).exact
+    if way != "config.json":
+        assert found.card.preprocess.size == 224
+    assert main(["weights", "convert", str(path), str(tmp_path / "own")]) == 0
+    own = finetune_mile.load(str(tmp_path / "own"))
+    assert upstream.distance(own, sample).exact
+    own.set_image_size(224)  # as a run does, once
+    torch.testing.assert_close(loaded(own, 224), loaded(found, 224), rtol=0, atol=1e-5)
+    if "_reg4_" not in name:
+        as_timm = finetune_mile.load(str(path), arch=f"{arch},resize=timm")
+        assert upstream.distance(as_timm, sample).upstream > upstream.BESIDE
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "resize"),
+    [("vit_small_patch14_dinov2", ":resize=offset", "offset"), ("vit_small_patch14_reg4_dinov2", "", "timm")],
+)
+def test_dinov2_from_timms_hub_is_resized_as_its_authors_do(
+    name: str, option: str, resize: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = timm.create_model
+
+    def offline(wanted: str, pretrained: bool, **options: Any) -> nn.Module:
+        return create(wanted, pretrained=False, depth=1, **options)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    network = finetune_mile.load(f"timm:{name}.lvd142m")
+    assert network.report.arch == f"timm:{name}.lvd142m{option}"
+    assert network.resize == resize
+    assert exported_arch(network.report.arch) == f"timm:{name}{option}"  # which a run's export keeps
 
 
 @pytest.mark.parametrize("changes", [{}, {"reg_tokens": 4, "no_embed_class": True}])
@@ -541,6 +595,7 @@ def test_a_distilled_deit_loads_by_its_name(tmp_path: Path) -> None:
 
 TUNED = (
     "dino_vit_tiny16_full", "dinov2_teacher_checkpoint", "ibot_vits16_full", "ibot_vits16_student",
+    "dinov2_narrow_plain", "dinov2_narrow_reg", "mmpretrain_mae_vit", "mmpretrain_finetuned_vit",
     "mae_vitb_pretrain", "mocov3_vit_conv_small", "mocov3_vit_small", "hf_clip_vision", "hf_convnext",
     "torchvision_vit",
     "ViTMSN", "Swin", "CLIPVision", "ConvNextV2", "Dinov2WithRegisters",

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from making import as_separius, trunk, under
 from PIL import Image
 from torch import Tensor
+from weights_page import write_docs
 
 import finetune_mile
 from finetune_mile.checkpoints.cards import list_cards
@@ -63,6 +65,51 @@ def test_ls_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert "moco_v2_800ep_pretrain.pth.tar" in shown
     assert main(["show", "mocov7"]) == 2
     assert "did you mean" in capsys.readouterr().err
+
+
+def listed(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
+    assert main(["ls", "--json", *flags]) == 0
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return rows
+
+
+def test_ls_filters_by_licence_and_size(capsys: pytest.CaptureFixture[str]) -> None:
+    everything = listed(capsys)
+    assert {row["licence"] for row in listed(capsys, "--licence", "apache-2.0")} == {"Apache-2.0"}
+    free = listed(capsys, "--commercial")
+    assert free == [row for row in everything if row["licence"] != "CC-BY-NC-4.0"]
+    small = listed(capsys, "--max-mb", "90", "--commercial")
+    assert small == [row for row in free if row["megabytes"] <= 90]
+    assert small[0]["name"] == "dinov2-s"  # the best one first
+    for flags, sentence in (
+        (["--licence", "gpl"], "--licence gpl: no card has it; there are Apache-2.0"),
+        (["--max-mb", "0"], "--max-mb 0: must be above 0"),
+        (["--max-mb", "0.1"], "no card fits these filters"),
+    ):
+        assert main(["ls", *flags]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_a_line_of_ls_has_licence_size_input_and_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    line = next(line.split() for line in lines if line.startswith("dinov2-s "))
+    assert line[3:8] == ["Apache-2.0", "88", "224", "81.1", "79.0"]
+    assert len(lines) == 1 + len(list_cards())  # each card in one line, so that head and grep work
+    assert not any("…" in line for line in lines)
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_ls_keeps_its_numbers_on_a_narrow_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["ls", "--max-mb", "90"]) == 0
+    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    line = next(line for line in plain.splitlines() if line.startswith("dinov2-s "))
+    assert re.search(r"Apache-2\.0 +88 +224 +81\.1 +79\.0", line)
+    assert ("vit_small_patch14_dinov2" in line) == (columns == 200)
 
 
 @pytest.mark.parametrize("verb", [["ls"], ["show", "byol"], ["check", "mocov9"], ["check", "none.pth"]])
@@ -202,16 +249,13 @@ def test_convert_to_timm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         torch.testing.assert_close(theirs(images), finetune_mile.load(str(path))(images))
 
 
-def test_docs_are_written_from_cards_and_measurements(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_docs_are_written_from_cards_and_measurements(file: Path, tmp_path: Path) -> None:
     (file.parent / "expected.npz").write_bytes((file.parents[1] / "expected.npz").read_bytes())
     out = tmp_path / "docs" / "page.md"
-    assert main(["docs", "--out", str(out), "--parity", str(tmp_path)]) == 0
+    write_docs(out, parity=tmp_path, rewritten=None)
     text = out.read_text()
     assert all(f"| `{name}` |" in text for name in list_cards())
     assert "| in | `trunk behind a prefix` | resnet-demo |" in text
-    capsys.readouterr()
 
 
 def test_the_page_in_the_repository_is_of_these_cards() -> None:

@@ -1,7 +1,7 @@
 """Files as upstream's code writes them, and what `finetune_mile.load` makes of each.
 
 `python -m tests.checkpoints.upstream` writes the table in docs/checkpoints.md; `... NAME` prints one row.
-The samples are in ../shared/checkpoints/upstream; most of them, with fewer features, in parity/.
+The samples are in ../shared/checkpoints/upstream; most of them, with fewer features, in parity/, newer ones only there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from torch import nn
 
 import finetune_mile
 from finetune_mile.core.problems import Problem
-from finetune_mile.verbs.weights_page import BEGIN, END
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+from weights_page import BEGIN, END  # noqa: E402
+
 PARITY = HERE / "parity"
 SHARED = HERE.parents[1].parent / "shared" / "checkpoints" / "upstream"
 FOLDER = SHARED if SHARED.is_dir() else PARITY
@@ -47,12 +49,18 @@ BUILDER = _builder()
 
 
 def names() -> list[str]:
-    return sorted({path.name.split(".")[0] for path in FOLDER.glob("*.json*")})
+    return sorted({path.name.split(".")[0] for folder in (FOLDER, PARITY) for path in folder.glob("*.json*")})
+
+
+def recorded(name: str) -> dict[str, Any]:
+    """What upstream's network gave for a sample."""
+    place = FOLDER if (FOLDER / f"{name}.npz").exists() else PARITY
+    return dict(np.load(place / f"{name}.npz"))
 
 
 def specification(name: str) -> dict[str, Any]:
-    packed, plain = FOLDER / f"{name}.json.gz", FOLDER / f"{name}.json"
-    text = gzip.decompress(packed.read_bytes()) if packed.exists() else plain.read_bytes()
+    packed, plain = PARITY / f"{name}.json.gz", FOLDER / f"{name}.json"
+    text = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes())
     found: dict[str, Any] = json.loads(text)
     return found
 
@@ -83,7 +91,7 @@ def distance(network: nn.Module, name: str, kind: str = "features") -> Distance:
         name: of the sample.
         kind: of its features: `features`, or `port_features` (what Separius' port gives, mistakes included).
     """
-    data = dict(np.load(FOLDER / f"{name}.npz"))
+    data = recorded(name)
     sizes = [key.removeprefix(f"{kind}_") for key in data if key.startswith(f"{kind}_")]
     assert sizes
     to_upstream, to_wrong = [], [float("inf")]
@@ -126,7 +134,7 @@ def try_sample(name: str, folder: Path) -> Outcome:
         return Outcome("CRASH", f"{type(error).__name__}: {error}")
     report = network.report
     found = report.format, report.arch
-    if not any(key.startswith("features_") for key in np.load(FOLDER / f"{name}.npz")):
+    if not any(key.startswith("features_") for key in recorded(name)):
         port = finetune_mile.load(str(path), format="mile-simclrv2-sk")
         if distance(port, name, "port_features").exact:
             words = "TensorFlow's padding; `--format mile-simclrv2-sk` gives the port's own features, exact"

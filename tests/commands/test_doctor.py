@@ -8,6 +8,9 @@ import pytest
 from PIL import Image
 
 from finetune_mile.cli import main
+from finetune_mile.core.problems import Problem
+from finetune_mile.images.alike import same_name, same_names
+from finetune_mile.images.sources import load_data
 
 
 @pytest.fixture
@@ -26,7 +29,7 @@ def test_healthy_data(folder, capsys):
     assert main(["doctor", "--data", str(folder), "--workers", "0"]) == 0
     said = capsys.readouterr().out
     assert "photos: 18 training and 6 validation images, 3 classes" in said
-    assert "train: 6 (cat) to 6 (cat) images per class, median 6" in said
+    assert "train: 6 images in every class" in said
     assert "short side 20 to 25 pixels" in said
     assert "exact duplicates across train and val: 0" in said
     assert "train: 0 images cannot be read" in said
@@ -49,12 +52,81 @@ def test_what_it_finds(folder, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "val: 1 classes have no image: owl" in said
     assert "exact duplicates across train and val: 1\n  val dog/copy.jpg is train cat/3.jpg" in said
-    assert "train: 1 images are exact copies of another one in train" in said
+    assert said.startswith("wrong labels: exact copies that have another label than the original: 1\n")
+    assert "  val dog/copy.jpg (dog) is train cat/3.jpg (cat)\n" in said
+    assert "exact copies within train, with the same labels: 1\n  train cat/again.jpg is train cat/3.jpg" in said
     assert "train: 1 images cannot be read; a run would skip them\n  owl/2.jpg: the file is empty" in said
     assert "val: 1 images cannot be read" in said
     assert [line.split(",")[:2] for line in bad.read_text().splitlines()] == [
-        ["split", "id"], ["train", "owl/2.jpg"], ["val", "cat/1.jpg"],
+        ["split", "id"], ["train", "owl/2.jpg"], ["val", "cat/1.jpg"], ["val", "dog/copy.jpg"],
+        ["train", "cat/again.jpg"],
     ]  # fmt: skip
+
+
+def test_all_problems_of_a_folder_are_told_at_once_and_the_images_are_read_all_the_same(folder, capsys):
+    for place in ("train/leer", "val/leer", "val/hohl"):
+        (folder / place).mkdir()
+    (folder / "val/cat").rename(folder / "val/Cat")
+    (folder / "train/stray.jpg").write_bytes((folder / "train/dog/0.jpg").read_bytes())
+    (folder / "val/new").mkdir()
+    shutil.move(folder / "val/dog/0.jpg", folder / "val/new/0.jpg")
+    (folder / "train/owl/2.jpg").write_bytes(b"")
+    assert main(["doctor", "--data", str(folder), "--workers", "0"]) == 2
+    said = capsys.readouterr()
+    flag = f"error: --data folder:{folder}"
+    assert said.err.splitlines()[:5] == [
+        f"{flag}: no image in class leer; remove the folder or fill it",
+        f"{flag}: stray.jpg is not in a class folder; expected one folder per class: CLASS/IMAGE.jpg (images without "
+        "labels go into unlabelled/, or are given with --unlabelled DIR)",
+        f"{flag} (val/): no image in classes hohl, leer; remove these folders or fill them",
+        f"{flag}: val/ has class Cat, train/ has cat: likely the same; rename one",
+        f"{flag}: val/ has classes that train/ lacks: new",
+    ]
+    assert "owl/2.jpg: the file is empty" in said.out
+    assert "train stray.jpg is train dog/0.jpg" in said.out, "it has no label, so none is wrong"
+    with pytest.raises(Problem) as caught:
+        load_data(str(folder))
+    assert [f"error: {sentence}" for sentence in caught.value.sentences] == said.err.splitlines()[:5]
+
+
+def test_problems_that_leave_nothing_to_read_come_with_the_others(tmp_path):
+    for name in ("train/a", "train/b", "val/c"):
+        (tmp_path / name).mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(tmp_path / "train/a/1.png")
+    with pytest.raises(Problem) as caught:
+        load_data(str(tmp_path), strict=False)
+    assert [words in each for words, each in zip(
+        ("no image in class b;", "no image in class c;", "no images in class folders", "only one class (a)"),
+        caught.value.sentences, strict=True,
+    )] == [True] * 4  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "same"),
+    [
+        (["Mops", "mops"], True),
+        (["B\u00e4r", "Ba\u0308r"], True),
+        (["B\u00e4r", "Baer"], True),
+        (["fire truck", "fire_truck"], True),
+        (["Fire-Trucks", "firetruck"], True),
+        (["a/Cats", "a/cat"], True),
+        (["gras", "grass"], False),
+        (["1-2", "12"], False),
+        (["bus", "bu"], False),
+        (["cat", "cut"], False),
+        (["a/cat", "b/cat"], False),
+    ],
+)
+def test_class_names_that_are_likely_the_same(names, same):
+    assert same_names([*names, "other"]) == ([names] if same else [])
+    assert same_name(names[0], names) == (names[1:] if same else [])
+
+
+def test_classes_of_train_that_are_spelt_in_two_ways_are_named(folder, capsys):
+    (folder / "train/owl").rename(folder / "train/Dogs")
+    (folder / "val/owl").rename(folder / "val/Dogs")
+    assert main(["doctor", "--data", str(folder), "--workers", "0"]) == 0
+    assert "classes Dogs and dog are likely the same; rename or merge them\n" in capsys.readouterr().out
 
 
 def test_f1_list_replaces_a_list_of_ours_and_nothing_else(folder, tmp_path, capsys, monkeypatch):

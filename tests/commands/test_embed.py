@@ -172,8 +172,111 @@ def test_the_cache_has_a_place_for_each_key_and_finds_it_again(photos, tmp_path,
     assert len(computed) == 56
     (photos / "train/red/3.png").touch()
     assert embed(photos) == 0
-    assert len(computed) == 84
+    assert len(computed) == 56, "another key, and no other photo"
     assert len(list((tmp_path / "cache/features").iterdir())) == 3
+
+
+@pytest.fixture
+def mixed(photos, tmp_path):
+    """Photos of `photos` without labels, under other names, in another order, and three that are new."""
+    draw, folder = np.random.default_rng(1), tmp_path / "mixed"
+    folder.mkdir()
+    for number, path in enumerate(sorted(photos.rglob("*.png"), reverse=True)):
+        (folder / f"{number:03}.png").write_bytes(path.read_bytes())
+    for name in ("000-new", "010-new", "zzz-new"):
+        Image.fromarray(draw.integers(0, 255, (30, 40, 3), dtype=np.uint8)).save(folder / f"{name}.png")
+    return folder
+
+
+def by_photo(store, data):
+    """Features by the bytes of the photo."""
+    return {
+        images.encoded(i): row
+        for split, images in (("train", data.train), ("val", data.val))
+        for i, row in enumerate(store.features(split) if len(images) else ())
+    }
+
+
+def test_features_are_found_again_by_photo_in_another_folder(photos, mixed, tmp_path, computed, capsys):
+    """1,000 photos were computed twice, since another list held them."""
+    name = f"folder:{mixed}?labels=none"
+    assert embed(photos) == 0
+    del computed[:]
+    assert embed(name, tmp_path / "out") == 0
+    assert len(computed) == 3, "the new ones"
+    assert "28 of 31 photos were computed before" in capsys.readouterr().err
+    (cached,) = (tmp_path / "cache/features").iterdir()
+    before = by_photo(Store(cached), load_data(str(photos)))
+    after = by_photo(Store(tmp_path / "out"), load_data(name, need_labels=False))
+    assert len(before) == 28
+    assert all((after[photo] == row).all() for photo, row in before.items())
+    assert (Store(tmp_path / "out").state("train") == DONE).all()
+    with Image.open(mixed / "003.png") as image:
+        image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(mixed / "003.png")
+    assert embed(name) == 0
+    assert len(computed) == 3 + 4, "the changed one, and the new ones again: only the cache is searched"
+    assert embed(name) == 0
+    assert len(computed) == 3 + 4
+
+
+def test_features_of_other_weights_or_half_written_ones_are_not_copied(photos, mixed, tmp_path, computed, capsys):
+    name = f"folder:{mixed}?labels=none"
+    other = tmp_path / "other.pth"
+    torch.save({"state_dict": finetune_mile.load("none", arch="resnet-demo").state_dict()}, other)
+    assert main(["embed", "--init", f"{other}::resnet-demo", "--data", str(photos), *SMALL]) == 0
+    assert embed(photos, "--dtype", "float32") == 0
+    assert embed(photos, "--size", "16") == 0
+    del computed[:]
+    assert embed(name, tmp_path / "one") == 0
+    assert len(computed) == 31
+    assert embed(photos) == 0
+    store = next(
+        Store(path.parent)
+        for path in (tmp_path / "cache/features").glob("*/features.json")
+        if (about := json.loads(path.read_text()))["init"] == INIT
+        and about["depends_on"]["dtype"] == "float16"
+        and about["depends_on"]["preprocess"]["size"] != 16
+    )
+    state = store.state("train")
+    state[:15] = MISSING
+    state.tofile(store.file("train", 0, "done"))
+    del computed[:]
+    assert embed(name, tmp_path / "two") == 0
+    assert len(computed) == 3 + 15
+    for split, damage in (("val", lambda path: path.write_bytes(path.read_bytes()[:200])), ("train", Path.unlink)):
+        damage(store.file(split, 0, "npy"))
+    del computed[:]
+    assert embed(name, tmp_path / "three") == 0
+    assert len(computed) == 31
+    assert (Store(tmp_path / "three").features("train") == Store(tmp_path / "one").features("train")).all()
+
+
+def test_a_store_without_marks_is_continued_and_not_searched(photos, mixed, tmp_path, computed):
+    assert embed(photos) == 0
+    (cached,) = (tmp_path / "cache/features").iterdir()
+    for path in cached.glob("*.marks"):
+        path.unlink()
+    del computed[:]
+    assert embed(photos) == 0
+    assert not computed
+    assert embed(f"folder:{mixed}?labels=none", tmp_path / "out") == 0
+    assert len(computed) == 31
+    (cached / "train.marks").write_bytes(b"cut off")
+    assert embed(f"folder:{mixed}?labels=none", tmp_path / "out2") == 0
+    assert len(computed) == 62
+
+
+def test_an_exact_hit_reads_no_photo(photos, computed, monkeypatch):
+    from finetune_mile.compute import rows
+
+    assert embed(photos) == 0
+
+    def never(*_):
+        raise AssertionError("a photo is read for its mark")
+
+    monkeypatch.setattr(rows, "_mark", never)
+    assert embed(photos) == 0
+    assert len(computed) == 28
 
 
 def test_bad_images_are_nan_listed_and_tried_again(photos, tmp_path, capsys, computed):

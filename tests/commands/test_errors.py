@@ -102,7 +102,7 @@ VERBS = {
     "weights shw": "error: finetune-mile weights shw: unknown; did you mean show?",
     "weights ls --jsn": "error: --jsn: unknown flag; did you mean --json?",
     "weights show x --arch=": "error: --arch: the value is empty; write --arch VALUE, or leave out the flag",
-    "weights": "error: the following arguments are required: ls | show | check | convert | add | verify | docs "
+    "weights": "error: the following arguments are required: ls | show | check | convert | add | verify "
     "(--help lists the flags)",
     "train --fraction 200%": "error: --fraction 2.0: input should be less than or equal to 1",
     "table": "error: the name of a table is missing; give one of ablations, auto, imagenet, mini-ssl, multi-mnist, "
@@ -146,7 +146,7 @@ def test_names_of_other_tools_and_percent_are_understood(tmp_path, capsys):
 def test_recipes_are_listed_shown_and_copied(tmp_path, capsys):
     assert main(["recipes", "ls"]) == 0
     listed = capsys.readouterr().out
-    assert "\nfinetune                    Your own photos, a folder a class" in listed
+    assert "\nfinetune                    Your own photos in class folders" in listed
     assert main(["recipes", "cp", "ssl/mocov2", str(tmp_path / "mine.yaml")]) == 0
     assert main(["run", "--recipe", str(tmp_path / "mine.yaml"), "--data", "demo", "--explain", "--json"]) == 0
     capsys.readouterr()

@@ -18,11 +18,13 @@ import finetune_mile
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.cli import main as verbs
 from finetune_mile.config.resolve import resolve
+from finetune_mile.measures.intervals import wilson
+from finetune_mile.measures.metrics import Measured
+from finetune_mile.measures.verdicts import over, units, worse_than_probe
 from finetune_mile.run import main, without
 from finetune_mile.training import plan as planning
 from finetune_mile.training import start as starts
 from finetune_mile.training.explain import how_far, variant_of
-from finetune_mile.training.finish import worse_than_probe
 from finetune_mile.training.plan import make_plan, unintended
 from finetune_mile.training.setup import Viewer
 from finetune_mile.training.train import not_rejected
@@ -164,12 +166,25 @@ def test_overwrite_replaces_a_run_with_its_trial(photos, tmp_path, few):
 
 
 def test_a_model_that_is_worse_than_its_probe_says_so():
-    scores = {"accuracy": 40.0, "probe_accuracy": 50.0, "images": 1000.0}
-    assert worse_than_probe(scores).startswith(
+    scores = {"accuracy": 40.0, "probe_accuracy": 50.0, "over_probe": -10.0, "over_probe_low": -14.0}
+    assert worse_than_probe(scores | {"over_probe_high": -6.0}).startswith(
         "Fine-tuning made this model worse: accuracy 40.0 %, and the linear probe"
     )
-    assert worse_than_probe(scores | {"images": 40.0}) is None, "forty images cannot tell"
-    assert worse_than_probe(scores | {"accuracy": 49.0}) is None
+    assert worse_than_probe(scores | {"over_probe_high": 0.0}) is None, "the interval has its ends"
+    assert worse_than_probe({"accuracy": 40.0, "probe_accuracy": 50.0}) is None, "not compared image by image"
+    little = {"map": 36.58, "probe_map": 36.63, "over_probe": -0.05, "over_probe_low": -0.1, "over_probe_high": -0.01}
+    assert worse_than_probe(little) is None, "it said: 36.6 %, and the linear probe has 36.6 %"
+
+
+def test_a_perfect_model_is_not_called_worse_than_its_perfect_probe():
+    """It said: accuracy 100.0 %, and the linear probe of its checkpoint has 100.0 %."""
+    measured = Measured(samples={"accuracy": torch.full((47,), 100.0)})
+    difference = over(measured, units(measured), "over_probe")
+    assert difference == {"over_probe": 0.0, "over_probe_low": 0.0, "over_probe_high": 0.0}
+    assert worse_than_probe({"accuracy": 100.0, "probe_accuracy": 100.0, **difference}) is None
+    for images in range(1, 300):
+        assert wilson(1.0, images)[1] == 1.0
+        assert wilson(0.0, images)[0] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import timm
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from PIL import Image
 from shortcuts import losses
 from torch import nn
@@ -93,13 +92,16 @@ def test_train_is_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = finetune_mile.train(
         "demo:40", "none", arch="resnet-demo", steps=6, batch_size=8, k_t=2, k_s=np.int64(1), size=24, flip=True,
-        out="python", log_every=1, **{"evaluate.images": 4, "evaluate.labels": False, "mile.warmup": 0},
+        out="python", log_every=1, keep_checkpoints=True,
+        **{"evaluate.images": 4, "evaluate.labels": False, "mile.warmup": 0},
         **{"optimizer.clip": 1e-5, "augment.scale": (0.5, 1)},
     )  # fmt: skip
     assert losses(run.folder) == losses(tmp_path / "command")
     assert (run.folder / "recipe.yaml").read_text() == (tmp_path / "command/recipe.yaml").read_text()
     assert run.results == Run.open("python").results == json.loads((tmp_path / "command/results.json").read_text())
     assert run.report.is_file()
+    kept = [[*folder.glob("checkpoints/step-*")] for folder in (run.folder, tmp_path / "command")]
+    assert [bool(each) for each in kept] == [True, False]
     with pytest.raises(Problem, match=r"no labels.parquet .*finished.*its recipe says"):
         _ = run.labels
     with pytest.raises(Problem, match=r"--out python holds a run: continue it with --resume"):
@@ -319,7 +321,6 @@ def test_runs_of_other_precision_follow_each_other_and_leave_the_caller_alone(tm
         assert yaml.safe_load((run.folder / "recipe.yaml").read_text())["precision"] == precision
         assert mine.mixed_precision == "no"
     mine.prepare(nn.Linear(1, 1))
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_second_run_of_several_processes_is_refused(tmp_path, monkeypatch):

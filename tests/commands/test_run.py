@@ -20,6 +20,38 @@ FILES = {"recipe.yaml", "run.json", "init.json", "split.json", "metrics.jsonl", 
          "labels.parquet", "per_class.csv", "report.html"}  # fmt: skip
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_checkpoints_of_a_finished_run_are_removed_unless_they_are_kept(run_demo, tmp_path, stop_at, capsys, keep):
+    """They took 566 MB for 256 photos, and nothing reads them any more; a resumed run remembers the flag."""
+    out = tmp_path / "run"
+    stop_at(10)
+    assert main([*SHORT_MILE, "--steps=12", "--out", str(out), *(["--keep-checkpoints"] if keep else [])]) == 143
+    assert len([*(out / "checkpoints").glob("step-*.pt")]) == 2
+    stop_at(None)
+    assert main(["--resume", str(out)]) == 0
+    assert len([*(out / "checkpoints").glob("*step-*")]) == 2 * keep
+    assert {p.name for p in out.iterdir()} >= {"results.json", "export", "report.html"}
+    assert main(["--resume", str(out)]) == 0
+    assert "is finished" in capsys.readouterr().out
+    if not keep:
+        run_demo("next", *SHORT, "--method", "distill", "--teacher", str(out), "--init", str(out), "--steps", "2")
+
+
+def test_checkpoints_stay_where_the_end_of_a_run_could_not_be_written(tmp_path, monkeypatch):
+    from finetune_mile.training import train as training
+
+    def full(*_, **__):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(training, "finish", full)
+    with pytest.raises(OSError, match="full"):
+        main([*SHORT_MILE, "--steps=6", "--out", str(tmp_path / "run")])
+    assert [*(tmp_path / "run/checkpoints").glob("step-*.pt")]
+    monkeypatch.undo()
+    assert main(["--resume", str(tmp_path / "run")]) == 0
+    assert not [*(tmp_path / "run/checkpoints").glob("step-*.pt")]
+
+
 def test_a_run_leaves_everything_behind(tmp_path, capsys):
     out = tmp_path / "run"
     settings = ["mile.warmup=0", "evaluate.images=40"]

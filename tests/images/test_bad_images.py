@@ -13,6 +13,7 @@ from finetune_mile import cli
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images import index as index_module
+from finetune_mile.images.checks import report
 from finetune_mile.images.index import BadImages, ImageSet, allowed
 from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources import load_data
@@ -190,7 +191,11 @@ def test_files_that_end_in_heic_are_remembered_with_the_scan(with_heic, tmp_path
 
 def test_doctor_says_which_files_end_in_heic(with_heic, capsys):
     assert cli.main(["doctor", "--data", str(with_heic), "--workers", "0"]) == 1
-    assert f"--data {with_heic}: {HEIC}\n" in capsys.readouterr().out
+    assert f"{with_heic.name}: {HEIC}\n" in capsys.readouterr().out
+
+
+def test_quickstart_gets_the_line_about_heic_files(with_heic):
+    assert f"{with_heic.name}: {HEIC}" in list(report(load_data(str(with_heic)), {}))
 
 
 def test_a_class_of_heic_files_alone_says_why_it_is_empty(folder):
@@ -198,3 +203,20 @@ def test_a_class_of_heic_files_alone_says_why_it_is_empty(folder):
     (folder / "train/d/IMG_1.heic").write_bytes(b"....ftypheic")
     with pytest.raises(Problem, match=r"no image in class d: 1 file ends in .heic, which cannot be read; convert"):
         load_data(str(folder))
+
+
+def test_a_bad_image_is_told_once_by_a_process(tmp_path, capsys):
+    ids = [f"{i}.jpg" for i in range(100)]
+    first, second = (BadImages(tmp_path / f"{name}.csv", f"folder:{tmp_path}") for name in ("first", "second"))
+    first.add("train", ids, {3: "empty"})
+    first.add("train", ids, {4: "cut"})
+    assert capsys.readouterr().err.count("warning: ") == 1
+    second.add("train", ids, {4: "cut"})
+    second.add("train", ids, {3: "empty"})
+    assert capsys.readouterr().err == ""
+    assert set(second.read()) == {("train", "3.jpg"), ("train", "4.jpg")}, "it is listed all the same"
+    BadImages.told(f"folder:{tmp_path}", "val", ["5.jpg"])
+    BadImages(tmp_path / "third.csv", f"folder:{tmp_path}").add("val", ids, {5: "cut"})
+    assert capsys.readouterr().err == ""
+    BadImages(tmp_path / "other.csv", "folder:elsewhere").add("val", ids, {5: "cut"})
+    assert "warning: val image 5.jpg is bad (cut)" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from PIL import Image
 
 from finetune_mile.cli import main
 from finetune_mile.core.problems import BadImage, Problem
-from finetune_mile.images import pipeline, splits
+from finetune_mile.images import name_lists, pipeline
 from finetune_mile.images.index import Files, TarFiles
 from finetune_mile.images.pipeline import decode
 from finetune_mile.images.sources import load_data
@@ -222,27 +222,27 @@ def test_f4_a_note_of_gigabytes_is_one_sentence(tmp_path):
 
 @pytest.mark.parametrize("ending", ["xz", "gz"])
 def test_f4_a_packed_list_that_explodes_is_one_sentence(tmp_path, monkeypatch, ending):
-    assert splits.LARGEST_LIST == 2**28
-    monkeypatch.setattr(splits, "LARGEST_LIST", 2**20)
+    assert name_lists.LARGEST_LIST == 2**28
+    monkeypatch.setattr(name_lists, "LARGEST_LIST", 2**20)
     path = tmp_path / f"list.txt.{ending}"
     path.write_bytes((lzma if ending == "xz" else gzip).compress(bytes(2**22)))
     with pytest.raises(Problem, match=rf"--split .*list\.txt\.{ending}: cannot be read .*larger than 1 MB"):
-        splits.read_list(path)
+        name_lists.read_list(path)
 
 
 def test_a_packed_list_of_several_parts_is_read(tmp_path):
     (tmp_path / "list.txt.xz").write_bytes(lzma.compress(b"a.jpg\n") + lzma.compress(b"b.jpg\n"))
-    assert splits.read_list(tmp_path / "list.txt.xz") == ["a.jpg", "b.jpg"]
+    assert name_lists.read_list(tmp_path / "list.txt.xz") == ["a.jpg", "b.jpg"]
 
 
 def test_f4_names_with_many_slashes_cost_little(tmp_path):
     (tmp_path / "split.json").write_text(json.dumps({"ids": ["x" + "/" * 50_000]}))
     with pytest.raises(Problem, match="names 1 of 1 images that the data lacks: x/") as caught:
-        splits.find(splits.read_list(tmp_path / "split.json"), ["a/1.jpg"], "--split split.json", 1.0)
+        name_lists.find(name_lists.read_list(tmp_path / "split.json"), ["a/1.jpg"], "--split split.json", 1.0)
     assert len(str(caught.value)) < 300
     (tmp_path / "split.json").write_text("[" * 100_000)
     with pytest.raises(Problem, match=r"not the split\.json of a run"):
-        splits.read_list(tmp_path / "split.json")
+        name_lists.read_list(tmp_path / "split.json")
 
 
 @pytest.mark.parametrize("kind", ["empty", "text", "npz", "lying"])

@@ -110,7 +110,7 @@ def test_loader_processes_stay_for_every_pass():
     """Batches are those of new processes for each pass, also after a pass that was left in the middle."""
     data, how = load(""), Preprocess(size=24, crop=1.0)
     keys = [[(0, 3), (0, 4)], [(0, 9)], [(0, 5), (0, 6)]]
-    readers = Readers(workers=1, pin=False)
+    readers = Readers(workers=1, pin=False, batch_size=2)
 
     def passed(images):
         found = list(readers.batches(Views(images, how, None, 0), keys))

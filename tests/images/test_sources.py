@@ -356,7 +356,7 @@ def test_folders_that_cannot_work(tmp_path, monkeypatch):
         ("file,label\n1.jpg,\n2.jpg,\n", "none of its 2 images has a label"),
         ("file,label\n1.jpg,a\n2.jpg,a\n", "only one class"),
         ("file,label,split\n1.jpg,a,train\n2.jpg,b,train\n", "names no val image"),
-        ("file,label,split\n1.jpg,a,train\n2.jpg,b,vla\n", "'vla' is neither train nor val"),
+        ("file,label,split\n1.jpg,a,train\n2.jpg,b,vla\n", "'vla' is not train, val or test"),
         ("file,label\n1.jpg,a\n1.jpg,a\n2.jpg,b\n", "a/1.jpg is listed twice|1.jpg is listed twice"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.images import splits
+from finetune_mile.images import name_lists, splits
 from finetune_mile.images.index import ImageSet, Names, locate
 from finetune_mile.images.sources.imagenet import synsets
 from finetune_mile.images.splits import make_pools
@@ -83,7 +83,7 @@ def no_network(monkeypatch):
     def fail(files, folder):
         raise Problem("no network in tests")
 
-    monkeypatch.setattr(splits, "fetch", fail)
+    monkeypatch.setattr(name_lists, "fetch", fail)
 
 
 def imagenet_like(tmp_path):
@@ -111,9 +111,9 @@ def test_fetching_goes_through_the_cards(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         (folder / files[0].name).write_text("a.JPEG\n")
 
-    monkeypatch.setattr(splits, "fetch", fetch)
+    monkeypatch.setattr(name_lists, "fetch", fetch)
     digest = hashlib.sha256(b"a.JPEG\n").hexdigest()
-    assert splits.fetch_list(card.model_copy(update={"sha256": digest, "count": 1})) == ["a.JPEG"]
+    assert name_lists.fetch_list(card.model_copy(update={"sha256": digest, "count": 1})) == ["a.JPEG"]
     assert asked[0].urls == card.urls
     assert asked[0].sha256 == digest
 
@@ -140,15 +140,15 @@ def test_lists_that_cannot_work(tmp_path):
     with pytest.raises(Problem, match=r"missing.txt names 2 of 3 images that the data lacks: b/99.jpg, c/77.jpg"):
         splits.choose(images.ids, 3, 1.0, missing)
     with pytest.raises(Problem, match="listed twice"):
-        splits.read_list(tmp_path / write(tmp_path / "twice.txt", ["a/01.jpg", "a/01.jpg"]))
+        name_lists.read_list(tmp_path / write(tmp_path / "twice.txt", ["a/01.jpg", "a/01.jpg"]))
     with pytest.raises(Problem, match="the list is empty"):
-        splits.read_list(tmp_path / write(tmp_path / "empty.txt", []))
+        name_lists.read_list(tmp_path / write(tmp_path / "empty.txt", []))
     (tmp_path / "not.json").write_text("[1]")
     with pytest.raises(Problem, match=r"not the split.json of a run"):
-        splits.read_list(tmp_path / "not.json")
+        name_lists.read_list(tmp_path / "not.json")
     (tmp_path / "cut.txt.xz").write_bytes(lzma.compress(b"a/01.jpg\n")[:20])
     with pytest.raises(Problem, match="cannot be read as a list"):
-        splits.read_list(tmp_path / "cut.txt.xz")
+        name_lists.read_list(tmp_path / "cut.txt.xz")
     one = write(tmp_path / "one.txt", ["a/01.jpg", "b/01.jpg"])
     with pytest.raises(Problem, match=r"one.txt holds 3.33% of all images, --fraction is 50.00%"):
         splits.choose(images.ids, 3, 0.5, one)

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from shortcuts import SHORT, losses
 
 from finetune_mile.core.problems import Problem
+from finetune_mile.images.index import Data
 from finetune_mile.images.sources.grids import load
-from finetune_mile.images.splits import hold_out, make_pools
+from finetune_mile.images.splits import hold_out, labelled_pools, make_pools
 from finetune_mile.learning import evidence
 from finetune_mile.learning.evidence import Verdict, clear_misses, labels_above, lee_liu
 from finetune_mile.learning.losses import bce
@@ -20,7 +21,7 @@ from finetune_mile.learning.phases import Budget, Phase, StepView
 from finetune_mile.methods import auto, mile
 from finetune_mile.run import main
 
-RULE = auto.Rule(beta=0.9, ce=3.0, teacher=0.5, gate="auto", v_min=1.0, g_min=0.5)
+VALUES = auto.ImitationValues(beta=0.9, ce=3.0, teacher=0.5, gate="auto", v_min=1.0, g_min=0.5)
 SHORT_AUTO = [
     *SHORT,
     "--arch",
@@ -38,9 +39,9 @@ SHORT_AUTO = [
 ]
 
 
-def judge(rule, generation, logits, labels, prior, *, was_open=False):
+def judge(values, generation, logits, labels, prior, *, was_open=False):
     return evidence.judge(
-        logits, labels, prior, generation=generation, gate=rule.gate, v_min=rule.v_min, g_min=rule.g_min,
+        logits, labels, prior, generation=generation, gate=values.gate, v_min=values.v_min, g_min=values.g_min,
         was_open=was_open,
     )  # fmt: skip
 
@@ -97,7 +98,7 @@ def test_the_threshold_equals_the_definition():
 @pytest.mark.parametrize("objects", [2, 4, 6])
 def test_the_threshold_finds_the_share_that_is_there(objects):
     logits, labels, truth = mixture(objects)
-    verdict = judge(RULE, 0, logits, labels, torch.ones(10))
+    verdict = judge(VALUES, 0, logits, labels, torch.ones(10))
     assert verdict.open
     assert verdict.found_rate == pytest.approx((objects - 1) / 9, abs=0.05)
     found = logits > torch.tensor(verdict.thresholds)
@@ -107,15 +108,15 @@ def test_the_threshold_finds_the_share_that_is_there(objects):
 
 def test_single_objects_and_uniform_noise_close_the_gate():
     logits, labels, _ = mixture(1, blur=2.0)  # a weak teacher: it errs where it is unsure
-    single = judge(RULE, 0, logits, labels, torch.ones(10))
+    single = judge(VALUES, 0, logits, labels, torch.ones(10))
     assert not single.open
     assert single.g < 0.5
     noise = torch.where(torch.rand(3000, generator=torch.manual_seed(0)) < 0.4, torch.randint(0, 10, (3000,)), labels)
-    noisy = judge(RULE, 0, mixture(1)[0], noise, torch.ones(10))
+    noisy = judge(VALUES, 0, mixture(1)[0], noise, torch.ones(10))
     assert not noisy.open
     assert noisy.v * (1 - 2 * noisy.v_error) < 1
     assert noisy.g > 0.5, "only v tells noise from objects"
-    perfect = judge(RULE, 0, mixture(1)[0], mixture(1)[0].argmax(1), torch.ones(10))
+    perfect = judge(VALUES, 0, mixture(1)[0], mixture(1)[0].argmax(1), torch.ones(10))
     assert not perfect.open
     assert perfect.v == perfect.g == 0
 
@@ -126,12 +127,12 @@ def test_a_small_calibration_set_seldom_opens_the_gate_by_chance(images):
     weak, noise, several = 0, 0, 0
     for seed in range(40):
         logits, labels, _ = mixture(1, images=images, blur=2.0, seed=seed)
-        weak += judge(RULE, 0, logits, labels, torch.ones(10)).open
+        weak += judge(VALUES, 0, logits, labels, torch.ones(10)).open
         logits, labels, _ = mixture(1, images=images, seed=seed)
         labels[: images // 20] = torch.from_numpy(np.random.default_rng(seed).integers(0, 10, images // 20))
-        noise += judge(RULE, 0, logits, labels, torch.ones(10)).open
+        noise += judge(VALUES, 0, logits, labels, torch.ones(10)).open
         logits, labels, _ = mixture(4, images=images, seed=seed)
-        several += judge(RULE, 0, logits, labels, torch.ones(10)).open
+        several += judge(VALUES, 0, logits, labels, torch.ones(10)).open
     assert weak <= 2
     assert noise <= 4
     assert several >= (20 if images >= 100 else 0)
@@ -140,22 +141,22 @@ def test_a_small_calibration_set_seldom_opens_the_gate_by_chance(images):
 def test_a_class_that_is_always_top_is_always_found():
     logits, labels, _ = mixture(4, images=500)
     logits[:, 3] = 9.0
-    verdict = judge(RULE, 0, logits, labels, torch.ones(10))
+    verdict = judge(VALUES, 0, logits, labels, torch.ones(10))
     assert verdict.thresholds[3] == -math.inf
-    assert (labels_above(verdict.thresholds, RULE.beta, logits)[:, 3] > 0.9).all()
+    assert (labels_above(verdict.thresholds, VALUES.beta, logits)[:, 3] > 0.9).all()
 
 
 def test_an_open_gate_closes_on_evidence_only():
     logits, labels, _ = mixture(4, images=1000)
     g, error = clear_misses(logits, labels)
-    strict = replace(RULE, g_min=g + error / 2)  # neither side is sure
+    strict = replace(VALUES, g_min=g + error / 2)  # neither side is sure
     assert not judge(strict, 0, logits, labels, torch.ones(10)).open
     assert judge(strict, 1, logits, labels, torch.ones(10), was_open=True).open
 
 
 def test_the_gate_can_be_taken_away():
     logits, labels, _ = mixture(1, blur=2.0)
-    assert judge(replace(RULE, gate="off"), 0, logits, labels, torch.ones(10)).open
+    assert judge(replace(VALUES, gate="off"), 0, logits, labels, torch.ones(10)).open
 
 
 def test_misses_of_the_surest_images():
@@ -169,17 +170,17 @@ def test_misses_of_the_surest_images():
     assert (g, error) == pytest.approx((0.2 / 0.51, math.sqrt(0.2 * 0.8 / 50) / 0.51))
 
 
-def imitation(rule):
+def imitation(values):
     return Phase(
         name="imitation", generation=0, steps=1, start="student", becomes=("student",), loss="bce", given=False,
-        union=True, values=rule,
+        union=True, values=values,
     )  # fmt: skip
 
 
 def test_targets_keep_the_order():
     logits = torch.tensor([[0.0, 2.0, 0.9], [-2.0, -2.0, -2.0]])
     expected = torch.tensor([[0.95, 0.9 + 0.1 / (1 + math.exp(-2.0)), 0.0], [0.0, 0.0, 0.0]])
-    assert torch.allclose(auto.targets(imitation(replace(RULE, thresholds=(-1.0, -1.0, 1.0))), logits), expected)
+    assert torch.allclose(auto.targets(imitation(replace(VALUES, thresholds=(-1.0, -1.0, 1.0))), logits), expected)
 
 
 def test_the_softmax_term_is_the_given_label_and_the_teacher():
@@ -192,10 +193,10 @@ def test_the_softmax_term_is_the_given_label_and_the_teacher():
     )  # fmt: skip
     ranks = 0.5 * teacher.softmax(1) + 0.5 * given
     expected = bce(logits, targets) - 3.0 * (ranks * logits.log_softmax(1)).sum() / 2
-    assert float(auto.loss(imitation(RULE), logits, targets, step)) == pytest.approx(float(expected), rel=1e-5)
-    term, moved = (auto.loss(imitation(RULE), z, targets, step) - bce(z, targets) for z in (logits, logits + 2))
+    assert float(auto.loss(imitation(VALUES), logits, targets, step)) == pytest.approx(float(expected), rel=1e-5)
+    term, moved = (auto.loss(imitation(VALUES), z, targets, step) - bce(z, targets) for z in (logits, logits + 2))
     assert float(moved) == pytest.approx(float(term), rel=1e-4), "it does not see a common shift"
-    plain = auto.loss(replace(imitation(RULE), given=True), logits, targets, step)
+    plain = auto.loss(replace(imitation(VALUES), given=True), logits, targets, step)
     assert float(plain) == float(bce(logits, targets))
 
 
@@ -205,7 +206,7 @@ def test_a_closed_generation_is_an_interaction_that_goes_on():
         pseudo_labels="batch", empty="negative", optimizer_state="keep",
     )  # fmt: skip
     budget = Budget(total_steps=24, steps_per_epoch=1.0, pool="all")
-    planned = mile.in_turn(block, budget, {"given": False, "values": RULE, "union": True})
+    planned = mile.in_turn(block, budget, {"given": False, "values": VALUES, "union": True})
     state = auto.State(None)
     blank = {"v": 1.0, "v_error": 0.1, "g": 1.0, "g_error": 0.1, "found_rate": 0.5, "labels_found": 2.0, "images": 9}
     state.verdicts = [Verdict(generation=g, open=g == 1, thresholds=(0.5,), **blank) for g in (0, 1)]
@@ -246,7 +247,10 @@ def test_sets_of_given_labels_are_refused():
     images = load("40").train
     several = images.__class__(**{f: getattr(images, f) for f in images.__slots__} | {"given": images.truth.long()})
     with pytest.raises(Problem, match="one given label"):
-        hold_out(make_pools(several, 1.0, 0), 0.05, 0)
+        labelled_pools(
+            Data(name="sets", classes=tuple("abcdefghij"), train=several, val=several),
+            fraction=1.0, seed=0, calibration=0.05,
+        )  # fmt: skip
 
 
 def test_classes_of_one_image_leave_nothing_to_hold_out():
@@ -341,7 +345,10 @@ def test_an_imitation_starts_at_the_thresholds(run_demo, monkeypatch):
         (["--rho", "aut"], "--rho aut: must be a number between 0 and 1, or auto"),
         (["--rho", "1"], "--rho 1: must be a number between 0 and 1, or auto"),
         (["--recipe", "multi-mnist/mile", "--data", "demo", "--rho", "auto"], "--rho auto needs a block auto:"),
-        (["--rho", "auto", "--set", "mile.pseudo_labels=cycle"], "--rho auto needs mile.targets: threshold"),
+        (
+            ["--rho", "auto", "--set", "mile.pseudo_labels=cycle"],
+            "--rho auto needs mile.pseudo_labels: batch, and it is cycle",
+        ),
         (["--method", "noisy-student", "--rho", "auto"], "--rho auto: auto is for --method mile"),
     ],
 )

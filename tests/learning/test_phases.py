@@ -11,7 +11,7 @@ from shortcuts import ROOT
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import check_amount, in_steps
 from finetune_mile.learning.phases import Budget, after, drawn, trace
-from finetune_mile.methods import METHODS, NEEDS, auto, get_method
+from finetune_mile.methods import METHOD_FLAGS, METHODS, NEEDS, auto, get_method
 from finetune_mile.methods.mile import Block, phases
 
 # What a setting that decides the length of phases may be; every other one takes its first choice or its default.
@@ -35,7 +35,7 @@ def draw_block(model, draw):
 
 def draw_settings(method, draw):
     if method.name == "auto":
-        return auto.Settings(draw_block(Block, draw), draw_block(method.Block, draw))
+        return auto.Settings(draw_block(method.Block, draw), draw_block(Block, draw))
     return None if method.Block is None else draw_block(method.Block, draw)
 
 
@@ -47,7 +47,9 @@ def test_every_schedule_fills_its_budget_and_resumes_anywhere(name, data):
     assert sum(p.steps for p in run) == total
     assert all(p.steps >= 1 for p in run)
     assert "student" in run[-1].becomes
+    assert method.name == name
     assert method.needs <= NEEDS.keys()
+    assert method.flags.keys() >= {flag for flag in METHOD_FLAGS if flag in getattr(method.Block, "model_fields", ())}
     imitates = [p for p in run if p.name == "imitation"]
     assert bool(imitates) == ("teacher" in method.needs)
     assert all(not p.given and p.pool == "all" for p in imitates)

@@ -7,8 +7,8 @@ import pytest
 from finetune_mile.learning.phases import Phase
 from finetune_mile.measures.guards import LossAlarm, lower_rates
 from finetune_mile.measures.intervals import wilson
+from finetune_mile.measures.verdicts import learned_nothing
 from finetune_mile.methods import auto, get_method, loss_of_new_head
-from finetune_mile.training.finish import learned_nothing
 
 ADVICE = lower_rates(0.01, 0.1)
 
@@ -86,8 +86,8 @@ def test_what_an_untrained_head_gives():
     assert loss_of_new_head(interaction(loss="cross_entropy"), 10, 1, "zero") == pytest.approx(math.log(10))
     assert loss_of_new_head(interaction(), 10, 1, "zero") == pytest.approx(10 * math.log(2))
     assert loss_of_new_head(interaction(), 10, 1, "prior") == pytest.approx(math.log(11) + 9 * math.log(1.1))
-    rule = auto.Rule(beta=0.9, ce=10.0, teacher=0.5, gate="auto", v_min=1.0, g_min=0.5)
-    on_top = auto.untrained_loss(imitation(values=rule), 10, 1, "zero")
+    values = auto.ImitationValues(beta=0.9, ce=10.0, teacher=0.5, gate="auto", v_min=1.0, g_min=0.5)
+    on_top = auto.untrained_loss(imitation(values=values), 10, 1, "zero")
     assert on_top == pytest.approx(10 * math.log(2) + 10 * math.log(10))
     assert auto.untrained_loss(interaction(), 10, 1, "zero") == pytest.approx(10 * math.log(2))
 

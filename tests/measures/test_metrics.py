@@ -125,6 +125,12 @@ def test_guards_speak_up_before_a_collapse():
     assert guard(fine, 10, fine, new_head=True) == []
 
 
+@pytest.mark.parametrize(("churn", "told"), [(None, False), (0.5, False), (0.8, False), (0.81, True), (1.0, True)])
+def test_labels_that_change_more_than_four_of_five_times_are_told(churn, told):
+    report = LabelReport(labels_per_image=1.2, empty_share=0.05, given_recall=0.8, churn=churn)
+    assert any("changed since the last generation" in said for said in guard(report, 10, None, new_head=True)) == told
+
+
 def test_a_main_object_gives_its_accuracy_and_what_it_alone_would_score():
     logits = torch.tensor([[3.0, 1.0, -1.0], [0.0, 2.0, 1.0]])
     truth = torch.tensor([[True, True, False], [False, False, True]])

@@ -50,7 +50,7 @@ def test_warnings_name_the_number():
     assert "the budget is enough for one generation only" in text
     assert "rho 0.002 is near the prior 1/C = 0.001; there is no warm-up" in text
     assert count(one_percent("mile.warmup=100", **SCHEDULE)).warnings == []
-    (frozen,) = count(one_percent("mile.warmup=100", **SCHEDULE, trunk="frozen")).warnings
+    (frozen,) = count(one_percent("mile.warmup=100", **SCHEDULE, trunk="frozen")).notes
     assert "with --trunk frozen each image passes the network once" in frozen
     long = count(one_percent("mile.warmup=900", **SCHEDULE))
     assert long.warnings[0] == "warm-up is most of the budget: 900 of 1,000 steps"

@@ -10,11 +10,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from shortcuts import ROOT
+from upstream_values import Entry, compare, main, read_upstream
 
-from finetune_mile.paper.table import main
 from finetune_mile.paper.tables.description import find_table, read_table
 from finetune_mile.paper.tables.runs import make_jobs, resolve_all
-from finetune_mile.paper.tables.upstream import Entry, compare, read_upstream
 
 CELLS = {"ssl": 42, "semi": 12, "imagenet": 32}
 # What a cell is, and what leaves the final score as it is.
@@ -78,10 +77,11 @@ def test_every_value_names_repository_commit_file_and_line():
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_dry_run_shows_upstreams_values_beside_ours(name, capsys):
-    assert main([name, "--dry-run"]) == 0
+def test_the_tool_prints_upstreams_values_beside_ours(name, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["upstream_values", name])
+    assert main() == 0
     lines = capsys.readouterr().out.splitlines()
-    totals = [re.findall(r"(\d+) (equal|ours|unknown)", line) for line in lines if "     upstream = " in line]
+    totals = [re.findall(r"(\d+) (equal|ours|unknown)", line) for line in lines if not line.startswith("  ")]
     assert len(totals) == CELLS[name]
     verdicts = [found[1] for line in lines if (found := re.search(r" = .*?   \[(equal|ours|unknown)", line))]
     counted = Counter(verdicts)

@@ -1,12 +1,17 @@
 """The formats we read, in the order in which they are tried: the clearest mark first."""
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from finetune_mile.checkpoints.adapters import byol, libraries, repositories, simclr, vits
 from finetune_mile.checkpoints.adapters.adapter import Adapter, InsideBackbone, Tensors, UnknownKey, leaves
 from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.problems import Problem
+from finetune_mile.core.types import Preprocess
 
 ADAPTERS: dict[str, Adapter] = {
     "finetune-mile": repositories.OWN,
@@ -19,6 +24,9 @@ ADAPTERS: dict[str, Adapter] = {
     "separius-sk": simclr.SEPARIUS_SK,
     "detectron2": repositories.DETECTRON2,
     "openmmlab": repositories.OPENMMLAB,
+    "openmmlab-mae": vits.OPENMMLAB_MAE,
+    "openmmlab-moco-v3": vits.OPENMMLAB_MOCO_V3,
+    "openmmlab-vit": vits.OPENMMLAB_VIT,
     "moco": repositories.MOCO,
     "moco-v3": repositories.MOCO_V3,
     "swav": repositories.SWAV,
@@ -116,3 +124,19 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str, init: str = "") 
 def few(names: Sequence[str]) -> str:
     """Join the first three names and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def is_dinov2(arch: str) -> bool:
+    """Is this timm's name of a published DINOv2, with its 37 x 37 positions (518 pixels)?"""
+    return re.match(r"timm:vit_[a-z]+_patch14_(?:reg4_)?dinov2\b(?!.*[:,](?:img|patch)=)", arch) is not None
+
+
+def input_of(adapter: Adapter, tensors: Mapping[str, Tensor], arch: str) -> Preprocess:
+    """A format's convention; a vision transformer sees images of the size that its positions were learnt at."""
+    embed = tensors.get("patch_embed.proj.weight")
+    if "pos_embed" not in tensors or embed is None or not arch.startswith("timm:") or adapter.method == "dinov2":
+        return adapter.preprocess
+    if is_dinov2(arch):  # in timm's names
+        return vits.DINOV2.preprocess
+    side = math.isqrt(tensors["pos_embed"].shape[1]) * embed.shape[-1]  # the class token does not matter here
+    return adapter.preprocess.model_copy(update={"size": side})

@@ -72,6 +72,8 @@ class Adapter:
     assumes: tuple[str, ...] = ()
     # Attention heads of the tiny and the small vision transformer, where they are not timm's.
     small_vit_heads: int | None = None
+    # The same where its positions are MoCo-v3's fixed ones; None: timm's, -1: not known.
+    fixed_heads: int | None = 12
     # Options of a vision transformer's name that no tensor shows, see networks/vits.py.
     options: Mapping[str, str] = field(default_factory=dict)
     # Are fixed positions of a vision transformer those of MAE (columns first), with 12 heads as MoCo-v3's?

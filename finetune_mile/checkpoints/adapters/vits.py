@@ -11,6 +11,7 @@ from torch import Tensor
 
 from finetune_mile.checkpoints.adapters.adapter import (
     Adapter,
+    InsideBackbone,
     Tensors,
     UnknownKey,
     Vocabulary,
@@ -128,7 +129,7 @@ def _is_msn(contents: Contents) -> str | None:
 # its evaluation uses target_encoder; `fc` is the projection head
 MSN = Adapter(recognise=_is_msn, unwrap=_msn_target, rename=renaming(vit, dropped=("fc", "pred", "head")), method="msn")
 
-# --------------------------------------------------------------------------------- torchvision, CLIP
+# ---------------------------------------------------------------------- torchvision, OpenMMLab, CLIP
 
 
 def _substitute(rules: tuple[tuple[str, str], ...], known: Vocabulary) -> Vocabulary:
@@ -176,6 +177,58 @@ TORCHVISION_VIT = Adapter(
     rename=renaming(_torchvision_vit, classifier="heads.head", dropped=("heads",)),
     method="torchvision",
 )
+
+_openmmlab = _substitute(
+    (
+        (r"(cls_token|pos_embed)", r"\1"),
+        (r"patch_embed\.projection\.(\w+)", r"patch_embed.proj.\1"),
+        (r"pre_norm\.(\w+)", r"norm_pre.\1"),
+        (r"layers\.(\d+)\.ln([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
+        (r"layers\.(\d+)\.attn\.(qkv|proj)\.(\w+)", r"blocks.\1.attn.\2.\3"),
+        (r"layers\.(\d+)\.(?:attn|ffn)\.gamma([12])\.weight", r"blocks.\1.ls\2.gamma"),
+        (r"layers\.(\d+)\.ffn\.(?:layers\.0\.0|w12)\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (r"layers\.(\d+)\.ffn\.(?:layers\.1|w3)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (r"ln1\.(\w+)", r"norm.\1"),
+        (r"ln2\.(\w+)", r"fc_norm.\1"),  # after the mean of the patches
+    ),
+    vit,
+)
+
+
+def _rename_openmmlab(key: str) -> str | None:
+    if key in ("head.fc.weight", "head.fc.bias"):
+        return key.removeprefix("head.")
+    name = _openmmlab(key.removeprefix("backbone."))
+    if name is None and key.startswith(("backbone.", "layers.", "patch_embed.")):
+        raise InsideBackbone(key)
+    return name
+
+
+def _openmmlab_vit(mark: str, says: str, fixed_heads: int | None) -> Adapter:
+    """MMSelfSup's and MMPretrain's vision transformer, beside tensors whose names begin with `mark`."""
+
+    def recognise(contents: Contents) -> str | None:
+        weights = state_dict_of(contents)
+        found = _has(weights, _openmmlab, _ANCHORS, ("backbone.", ""))
+        if found is None or not any(key.startswith(mark) for key in weights):
+            return None
+        return f"names of OpenMMLab's vision transformer{says}"
+
+    return Adapter(
+        recognise=recognise,
+        unwrap=state_dict_of,
+        rename=_rename_openmmlab,
+        method="openmmlab",
+        preprocess=_BICUBIC,
+        options={"resize": "plain"},
+        fixed_heads=fixed_heads,
+    )
+
+
+# All of them have MoCo-v3's fixed positions; only MoCo-v3's small transformer has 12 heads.
+OPENMMLAB_MAE = _openmmlab_vit("neck.decoder_", " beside MAE's decoder", None)
+OPENMMLAB_MOCO_V3 = _openmmlab_vit("momentum_encoder.", " beside MoCo-v3's momentum_encoder", 12)
+OPENMMLAB_VIT = _openmmlab_vit("", "", -1)
 
 _clip = _substitute(
     (

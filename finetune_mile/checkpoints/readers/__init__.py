@@ -3,10 +3,11 @@
 `read` is all there is, and torch is imported when it is called. Which file does what:
     contents.py          what comes out: `Contents`, `Stub`, `Refused`
     mapped.py            a file mapped into memory, every access checked against its size
-    torch_files.py       the containers of torch.save, plain pickles; the last pass to plain data
-    pickles.py           a pickle machine of our own, which never imports or calls what a file names
+    torch_files.py       the containers of torch.save, plain pickles, safetensors; a whole module as its state dict
+    receiving.py         starts a child process for the pickles of a file, and makes tensors of what it describes
+    sending.py           the child: limits of memory and time, no torch, no numpy
+    unpickling.py        the child's unpickler: what a file names becomes our own plain data or an inert object
     names.py             which names a pickle may speak of
-    rebuild.py           what honest pickles call, replaced by our own functions: tensors, arrays, containers
     shards.py            one state dict in several files with an index
     tensorflow_files.py  TensorFlow's checkpoints and SavedModels
     wire.py              protocol buffers and LevelDB tables, for these

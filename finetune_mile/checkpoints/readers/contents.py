@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 Container = Literal["torch-zip", "torch-legacy", "safetensors", "tf-checkpoint", "tf-savedmodel", "pickle"]
 
+_LARGEST_SIDE = 2**40
+
 
 class Refused(Exception):
     """Why a file is not read; `read` puts the file's name to it and raises a Problem."""
@@ -14,6 +16,18 @@ def require(holds: object, why: str) -> None:
     """Refuse the file unless a condition holds."""
     if not holds:
         raise Refused(why)
+
+
+def check_shape(shape: Any) -> tuple[int, ...]:
+    """The sides of a tensor, or its strides: not negative, and none that no machine could hold."""
+    require(
+        isinstance(shape, tuple | list) and len(shape) <= 32, "is damaged: the shape of a tensor in it is not valid"
+    )
+    require(
+        all(type(side) is int and 0 <= side <= _LARGEST_SIDE for side in shape),
+        "is damaged: a tensor in it has a negative or impossibly large side",
+    )
+    return tuple(shape)
 
 
 @dataclass(slots=True, eq=False)

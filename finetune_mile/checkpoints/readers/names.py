@@ -8,7 +8,7 @@ named, as settings and metrics do, but a file that calls it is refused.
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Container as Holds
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from finetune_mile.checkpoints.readers.contents import Refused
 
@@ -129,8 +129,7 @@ _NUMPY_SCALARS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     """The name of a global in a pickle; never the object itself."""
 
     qualified: str

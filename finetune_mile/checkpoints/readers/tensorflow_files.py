@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from finetune_mile.checkpoints.readers.contents import Container, Contents, Refused, require
+from finetune_mile.checkpoints.readers.contents import Container, Contents, Refused, check_shape, require
 from finetune_mile.checkpoints.readers.mapped import MappedFile
-from finetune_mile.checkpoints.readers.rebuild import check_shape
 from finetune_mile.checkpoints.readers.wire import TABLE_MAGIC, message, raw, shape, table, varint, whole
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"

@@ -3,7 +3,6 @@
 `plain_tree` is the last pass over what a pickle gave: plain containers only, of bounded depth and width.
 """
 
-import re
 import struct
 import zipfile
 from collections.abc import Callable
@@ -12,57 +11,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from finetune_mile.checkpoints.readers.contents import Allowance, Contents, Refused, Stub, require
+from finetune_mile.checkpoints.readers.contents import Container, Contents, Refused, Stub, require
 from finetune_mile.checkpoints.readers.mapped import MappedFile
-from finetune_mile.checkpoints.readers.names import Name
-from finetune_mile.checkpoints.readers.pickles import Machine
-from finetune_mile.checkpoints.readers.rebuild import DTYPES, STORAGES, Blob, Kind, Record, Storage, Unbuilt
+from finetune_mile.checkpoints.readers.receiving import Received, itemsize, received
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error)
 _DEEPEST = 64
 _WIDEST = 2_000_000
+_ENDLESS = "is refused: its containers are nested without end"
 _MODULE_PARTS = ("_modules", "_parameters", "_buffers")
-
-MakeStorage = Callable[[str, int, int], torch.UntypedStorage]  # from its key, size in bytes and alignment
-
-
-class _Storages:
-    """The storages of a file, each made once, from the persistent ids of its pickle; the device is ignored."""
-
-    def __init__(self, make: MakeStorage) -> None:
-        self._make = make
-        self.by_key: dict[str, Storage] = {}
-
-    def __call__(self, pid: Any) -> Storage | Name:
-        if isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], Name):
-            return pid[1]  # the class of a module, with its source: how whole networks were saved before torch 1.6
-        require(
-            isinstance(pid, tuple) and len(pid) in (5, 6) and pid[0] == "storage",
-            "is damaged: a storage in it has no description",
-        )
-        _, kind, key, _, count = pid[:5]
-        require(
-            isinstance(kind, Name) and kind.qualified in STORAGES,
-            "holds a tensor of a kind that is not read (quantised or sparse)",
-        )
-        require(
-            isinstance(key, str) and _KEY.fullmatch(key), "is damaged: a storage in it has a key that is no plain name"
-        )
-        require(type(count) is int and count >= 0, "is damaged: a storage in it has no size")
-        view = pid[5] if len(pid) == 6 else None
-        require(view is None, "has views of storages, as before torch 0.4; save it again with torch.save")
-        dtype = STORAGES[kind.qualified]
-        if key not in self.by_key:
-            size, align = (count, 8) if dtype is None else (count * dtype.itemsize, dtype.itemsize)
-            self.by_key[key] = Storage(self._make(key, size, align), dtype, count)
-        storage = self.by_key[key]
-        require(
-            (storage.dtype, storage.count) == (dtype, count), f"is damaged: it gives storage {key} two sizes or types"
-        )
-        return storage
-
 
 # ---------------------------------------------------------------------------------------- zip archives
 
@@ -79,16 +37,15 @@ def read_zip(file: MappedFile) -> Contents:
         "was written on a big-endian machine, which is not supported",
     )
 
-    def make_storage(key: str, size: int, align: int) -> torch.UntypedStorage:
-        require(f"{prefix}/data/{key}" in records, f"is damaged: storage {key} is not in the archive")
-        start, count = records[f"{prefix}/data/{key}"]
-        require(size <= count, f"is damaged: storage {key} should have {size} bytes, it has {count}")
-        return file.storage(start, size, align)
-
     start, count = records[pickles[0]]
-    machine = Machine(file, start, start + count, allowance=Allowance(file.size), find_storage=_Storages(make_storage))
-    tree = plain_tree(machine.run())
-    return Contents(container="torch-zip", tree=tree, stubs=tuple(sorted(machine.stubs)))
+    with received(file, "torch-zip", start, count) as child:
+        for key, (dtype, items) in child.header.storages.items():
+            require(f"{prefix}/data/{key}" in records, f"is damaged: storage {key} is not in the archive")
+            place, size = records[f"{prefix}/data/{key}"]
+            wanted = items * itemsize(dtype)
+            require(wanted <= size, f"is damaged: storage {key} should have {wanted} bytes, it has {size}")
+            child.places[key] = place
+        return _contents("torch-zip", child)
 
 
 def _list_records(file: MappedFile) -> dict[str, tuple[int, int]]:
@@ -144,52 +101,27 @@ def _locate(file: MappedFile, entry: zipfile.ZipInfo) -> int:
 
 
 def read_legacy(file: MappedFile) -> Contents:
-    """torch.save before 1.6: magic number, version, system, object, keys, then raw storages."""
-    position, allowance, left = 0, Allowance(file.size), file.size
-
-    def make_storage(_key: str, size: int, _align: int) -> torch.UntypedStorage:
-        nonlocal left
-        require(size <= left, "is damaged: its tensors would be larger than the file")
-        left -= size
-        return torch.empty(size, dtype=torch.uint8).untyped_storage()
-
-    storages = _Storages(make_storage)
-    values: list[Any] = []
-    stubs: set[str] = set()
-    for part in ("magic", "version", "system", "object", "keys"):
-        machine = Machine(file, position, file.size, allowance=allowance)
-        if part == "object":
-            machine.find_storage = storages
-        values.append(machine.run())
-        stubs |= machine.stubs
-        position = machine.cursor.position
-    _, version, system, root, keys = values
-    require(
-        version == 1001 and isinstance(system, dict) and system.get("little_endian"),
-        "is a torch file of an unknown version, or from a big-endian machine",
-    )
-    require(
-        isinstance(keys, list) and sorted(map(str, keys)) == sorted(storages.by_key),
-        "is damaged: it lists other storages than its tensors use",
-    )
-    with file.path.open("rb") as stream:
-        for storage in (storages.by_key[str(key)] for key in keys):  # its number of items, then the items
-            file.check(position, 8 + storage.data.nbytes())
+    """torch.save before 1.6: pickles, then for each storage its number of items and the items."""
+    with received(file, "torch-legacy", 0, file.size) as child:
+        position = child.header.end
+        for key, (dtype, items) in child.header.storages.items():
+            file.check(position, 8 + items * itemsize(dtype))
             (count,) = struct.unpack_from("<q", file.view, position)
-            require(count == storage.count, "is damaged: a storage in it has another size than its tensors say")
-            stream.seek(position + 8)
-            if count:
-                room = torch.empty(0, dtype=torch.uint8).set_(storage.data)
-                stream.readinto(room.numpy().data)
-            position += 8 + storage.data.nbytes()
-    return Contents(container="torch-legacy", tree=plain_tree(root), stubs=tuple(sorted(stubs)))
+            require(count == items, "is damaged: a storage in it has another size than its tensors say")
+            child.places[key] = position + 8
+            position += 8 + items * itemsize(dtype)
+        return _contents("torch-legacy", child)
 
 
 def read_pickle(file: MappedFile) -> Contents:
     """A plain pickle: haiku's, detectron's, a dict of numpy arrays."""
-    machine = Machine(file, 0, file.size, allowance=Allowance(file.size))
-    tree = plain_tree(machine.run())
-    return Contents(container="pickle", tree=tree, stubs=tuple(sorted(machine.stubs)))
+    with received(file, "pickle", 0, file.size) as child:
+        require(not child.header.storages, "is damaged: it points to data outside of itself")
+        return _contents("pickle", child)
+
+
+def _contents(container: Container, child: Received) -> Contents:
+    return Contents(container=container, tree=plain_tree(child.load()), stubs=tuple(child.header.stubs))
 
 
 def read_safetensors(file: MappedFile) -> Contents:
@@ -216,7 +148,8 @@ READERS: dict[str, Callable[[MappedFile], Contents]] = {
 
 def plain_tree(root: Any) -> dict[str, Any]:
     """The top level as a dict of plain values; a complete nn.Module becomes its state dict."""
-    settled = _module_tensors(_Settler().settle_all(root))
+    _weigh(root)
+    settled = _module_tensors(root)
     if not isinstance(settled, dict):
         kind = f"the class {settled.name[:200]}" if isinstance(settled, Stub) else f"type {type(settled).__name__}"
         raise Refused(f"holds an object of {kind}, not a dict of tensors; save a state_dict and use that")
@@ -252,59 +185,27 @@ def _module_tensors(value: Any) -> Any:
     return tensors
 
 
-class _Settler:
-    """Copies a tree, resolves what the machine left open, and weighs what it unfolds to."""
+def _weigh(root: Any) -> None:
+    """Refuse what is nested too deep or in a circle, and what would unfold to too many items."""
+    weights: dict[int, int] = {}  # by id; 0 while it is open
+    stubs: list[Stub] = []
 
-    def __init__(self) -> None:
-        # By id; the first of three is the original, kept so that its id stays its own.
-        self._done: dict[int, tuple[Any, Any, int]] = {}
-        self._open: set[int] = set()
-        self._stubs: list[Stub] = []
+    def weigh(node: Any, depth: int) -> int:
+        if isinstance(node, Stub) and id(node) not in weights:
+            weights[id(node)] = 1
+            stubs.append(node)
+        if not isinstance(node, dict | list | tuple):
+            return 1
+        if id(node) not in weights:
+            require(depth <= _DEEPEST, _ENDLESS)
+            weights[id(node)] = 0
+            items = node.values() if isinstance(node, dict) else node
+            weights[id(node)] = 1 + sum(weigh(item, depth + 1) for item in items)
+        require(weights[id(node)], _ENDLESS)
+        return weights[id(node)]
 
-    def settle_all(self, root: Any) -> Any:
-        """The tree, then the insides of every stub in it; these may refer to each other."""
-        settled, weight = self._settle(root, 0)
-        require(
-            weight <= max(_WIDEST, 8 * len(self._done)),
-            "is refused: its nested lists would unfold to millions of items",
-        )
-        for stub in self._stubs:  # grows during the loop
-            for part in ("args", "state", "elements", "entries"):
-                setattr(stub, part, self._settle(getattr(stub, part), 0)[0])
-        return settled
-
-    def _settle(self, node: Any, depth: int) -> tuple[Any, int]:
-        """A node as plain data, and its weight: the number of items in it."""
-        if isinstance(node, dict | list | tuple | Stub | Blob):
-            return self._settle_once(node, depth)
-        if isinstance(node, set):
-            return {str(item) if isinstance(item, Stub | Name) else item for item in node}, len(node)
-        if isinstance(node, Name):
-            return (str(DTYPES[name]) if (name := node.qualified) in DTYPES else Stub(name)), 1
-        if isinstance(node, Kind | Unbuilt | Record | Storage):
-            return Stub(f"{type(node).__name__.lower()} without use"), 1
-        return node, 1
-
-    def _settle_once(self, node: Any, depth: int) -> tuple[Any, int]:
-        if id(node) in self._done:
-            return self._done[id(node)][1:]
-        if depth > _DEEPEST or id(node) in self._open:
-            raise Refused("is refused: its containers are nested without end")
-        self._open.add(id(node))
-        weight, settled = 1, node
-        if isinstance(node, Stub):
-            self._stubs.append(node)
-        elif isinstance(node, Blob):
-            settled = node.value()
-        elif isinstance(node, dict):
-            settled = {}
-            for key, value in node.items():
-                settled[key.qualified if isinstance(key, Name) else key], more = self._settle(value, depth + 1)
-                weight += more
-        else:
-            pairs = [self._settle(item, depth + 1) for item in node]
-            weight += sum(more for _, more in pairs)
-            settled = type(node)(value for value, _ in pairs)
-        self._open.remove(id(node))
-        self._done[id(node)] = node, settled, weight
-        return settled, weight
+    heavy = weigh(root, 0) > max(_WIDEST, 8 * len(weights))
+    require(not heavy, "is refused: its nested lists would unfold to millions of items")
+    for stub in stubs:  # grows during the loop: stubs may refer to each other
+        for part in (stub.args, stub.state, stub.elements, stub.entries):
+            weigh(part, 0)

@@ -38,12 +38,20 @@ MOST_GRIDS = 10**6  # of the demo
 PLACELESS = ("demo", "imagenet", *OF_MNIST)  # their name alone is enough
 
 
-def load_data(data: str, *, need_labels: bool = True) -> Data:
-    """Open the images of --data; images without any label raise unless the caller does without."""
+def load_data(data: str, *, need_labels: bool = True, strict: bool = True) -> Data:
+    """Open the images of --data.
+
+    Args:
+        data: the text of the flag.
+        need_labels: raise if no image has a label.
+        strict: raise all `problems` of the data at once; else the caller tells them.
+    """
     scheme, where = split_name(data)
     source = "finetune_mile.images.sources.memory:load" if scheme == SCHEME else SOURCES[scheme]
     module, _, function = source.partition(":")
     loaded = cast(Callable[[str], Data], getattr(importlib.import_module(module), function))(where)
+    if strict and loaded.problems:
+        raise Problem(*loaded.problems)
     if need_labels and not loaded.classes:
         raise Problem(
             f"--data {data}: none of its {len(loaded.train):,} images has a label; expected class folders "
@@ -116,7 +124,8 @@ def _check_place(data: str, scheme: str, place: str) -> None:
         raise Problem("--data hf: needs a dataset name or a directory: hf:NAME or hf:DIR")
     local = scheme == "hf" and (place.startswith((".", "/", "~")) or place.count("/") > 1)
     if (scheme in DIRECTORIES and not Path(place).is_dir()) or (local and not Path(place).expanduser().exists()):
-        raise Problem(f"--data {data}: there is no directory {place!r}")
+        hint = f"; for a list of images write csv:{place}" if place.endswith(".csv") and Path(place).is_file() else ""
+        raise Problem(f"--data {data}: there is no directory {place!r}{hint}")
 
 
 def imagenet_folder() -> str | None:

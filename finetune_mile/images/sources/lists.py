@@ -24,9 +24,9 @@ TRAIN, VAL = ("train", "training"), ("val", "valid", "validation", "test")
 def load_csv(where: str) -> Data:
     """Read a CSV file with the columns `file,label`, or `file,labels` with several labels separated by `;`.
 
-    An image with an empty label is unlabelled. Optional columns: `split` (train, val; without it a fifth of each class
-    is held out) and `truth` (the true label set, separated by `;`). Paths are relative to the CSV file, or to a folder
-    beside it that is named like the split.
+    An image with an empty label is unlabelled. Optional columns: `split` (train, val, test; without it a fifth of
+    each class is held out) and `truth` (the true label set, separated by `;`). Paths are relative to the CSV file, or
+    to a folder beside it that is named like the split.
 
     Args:
         where: the file; `FILE?separator=|` where several labels are separated by something else than `;`.
@@ -42,6 +42,12 @@ def load_csv(where: str) -> Data:
         split_labels(row["labels"], separator) if several else [name for name in [row["label"].strip()] if name]
         for row in rows
     ]
+    others = [mark for mark in "|," if sum(mark in row.get("labels", "") for row in rows) > len(rows) / 3]
+    if others and "separator" not in options and not any(len(names) > 1 for names in sets):
+        raise Problem(
+            f"{flag}: no cell of `labels` has the separator ';', and many have {others[0]!r}. Write "
+            f"csv:{place}?separator={others[0]}, or csv:{place}?separator=; if each is one label"
+        )
     truths = [split_labels(row["truth"], separator) for row in rows] if "truth" in rows[0] else None
     classes = sorted({name for names in [*sets, *(truths or ())] for name in names})
 
@@ -63,7 +69,9 @@ def load_csv(where: str) -> Data:
         matrix = multi_hot([truth[name] for name in images.ids], classes)
         return dataclasses.replace(images, truth=torch.from_numpy(matrix).bool())
 
-    return make_data(path.stem, classes, (half(group) for group in _groups(rows, flag)), flag)
+    *sets_of_images, test = [half(group) if group else None for group in _groups(rows, flag)]
+    data = make_data(path.stem, classes, [images for images in sets_of_images if images is not None], flag)
+    return data if test is None else dataclasses.replace(data, test=test)
 
 
 def read_rows(path: Path, columns: Sequence[str], flag: str) -> list[dict[str, str]]:
@@ -93,19 +101,19 @@ def split_labels(text: str, separator: str = ";") -> list[str]:
 
 
 def _groups(rows: list[dict[str, str]], flag: str) -> list[list[int]]:
-    """Row numbers of train and val, or of everything."""
+    """Row numbers of train, val and test, or of everything and no test; test rows are for validation without val."""
     if "split" not in rows[0]:
-        return [list(range(len(rows)))]
+        return [list(range(len(rows))), []]
     splits = [row["split"].strip() for row in rows]
     unknown = sorted(set(splits) - set(TRAIN) - set(VAL))
     if unknown:
-        raise Problem(f"{flag}: split {unknown[0]!r} is neither train nor val")
+        raise Problem(f"{flag}: split {unknown[0]!r} is not train, val or test")
     chosen = next((name for name in VAL if name in splits), None)
     train = [i for i, split in enumerate(splits) if split in TRAIN]
     val = [i for i, split in enumerate(splits) if split == chosen]
     if not train or not val:
         raise Problem(f"{flag}: the column split names no {'val' if train else 'train'} image; add some, or drop it")
-    return [train, val]
+    return [train, val, [] if chosen == "test" else [i for i, split in enumerate(splits) if split == "test"]]
 
 
 # ------------------------------------------------------------------------------------ celeba:DIR

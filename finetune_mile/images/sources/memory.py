@@ -68,7 +68,11 @@ def _listed(name: str, given: Sequence[Any], flag: str) -> Data:
     else:
         classes = sorted({str(value) for cell in cells for value in cell})
     sets = [[str(value) for value in cell] for cell in cells]
-    ids = files if several else unique_ids([names[0] if names else "unlabelled" for names in sets], files)
+    shared = os.path.commonpath([os.path.dirname(file) for file in files])  # noqa: PTH120  not part of an id
+    if several:
+        ids = [os.path.relpath(file, shared) for file in files]
+    else:
+        ids = unique_ids([names[0] if names else "unlabelled" for names in sets], files)
     if len(set(ids)) < len(ids):
         twice = next(each for i, each in enumerate(ids) if each in ids[:i])
         raise Problem(f"{flag}: {twice} is listed twice")

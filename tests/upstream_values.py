@@ -1,12 +1,17 @@
-"""Upstream's value beside each of ours, from recipes/upstream.yaml: equal, ours or unknown. No torch here."""
+"""Upstream's value beside each of ours, from recipes/upstream.yaml: equal, ours or unknown.
+
+`python -m tests.upstream_values [TABLE ...]` prints every cell (default: ssl, semi and imagenet).
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -17,6 +22,7 @@ from finetune_mile.core.types import Section
 
 Verdict = Literal["equal", "ours", "unknown"]
 NO_VALUE = ("unknown", "absent")
+TABLES = ("ssl", "semi", "imagenet")
 
 
 class Source(Section):
@@ -140,3 +146,30 @@ def _compared(upstream: Upstream, entry: Entry, ours: Any) -> Compared:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def main():
+    """Print every cell of the tables with each setting beside upstream's; 1: a recipe is not what the file says."""
+    from finetune_mile.paper.tables.description import find_table, read_table
+    from finetune_mile.paper.tables.runs import make_jobs, resolve_all
+
+    drifted = 0
+    for name in sys.argv[1:] or TABLES:
+        table = read_table(find_table(name))
+        jobs = make_jobs(table, Path(table.runs), {})
+        for job, meaning in zip(jobs, resolve_all(jobs), strict=True):
+            path = meaning.resolved.path if meaning.resolved else Path()
+            beside = compare(f"{path.parent.name}/{path.stem}", meaning.tree)
+            if not beside:
+                continue
+            counts = Counter(each.verdict for each in beside.values())
+            told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict))
+            print(f"{name}: {job.key.cell}: {told}")
+            for key, each in beside.items():
+                drifted += not each.expected
+                print(f"  {key} = {meaning.tree[key]}   [{each.sentence}]" + ("" if each.expected else "   DRIFTED"))
+    return 1 if drifted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

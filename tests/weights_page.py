@@ -1,23 +1,48 @@
-"""docs/checkpoints.md, written by `finetune-mile weights docs`."""
+"""`python -m tests.weights_page` writes docs/checkpoints.md from the cards, the adapters and what is measured."""
 
 from __future__ import annotations
 
+import argparse
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from finetune_mile.checkpoints.cards import read_card
 from finetune_mile.core.files import shipped
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import Problem, tell
 from finetune_mile.verbs.weights_check import TOLERANCE, compare
 
+_STRONG = """\
+## Good weights in one word
+
+```bash
+finetune-mile run --init dinov2-s --data folder:photos
+finetune-mile weights ls --commercial --max-mb 200
+```
+
+A card's name downloads its file once. The strongest ones, with accuracies as their authors publish them for ImageNet;
+MAE's are made for fine-tuning:
+
+"""
+_FETCHING = """\
+- **Where from**: the authors' address. If it cannot be reached: timm's copy on the Hugging Face hub, if there is one.
+- **A broken download** continues where it stopped.
+- **Hashes**: a file's hash is kept beside it at its first use, and compared from then on. DINOv2's cards have a hash,
+  the one that several public repositories record for the file.
+- **Input**: 224 pixels, also for DINOv2, whose positions are for 518; they are resized as its authors do
+  ([vits.md](vits.md)).
+- **Which one**: `weights ls` lists all cards, the best first, and takes `--licence`, `--commercial`, `--max-mb` and
+  `--json`. `timm:NAME`, for example `timm:resnet50.a1_in1k`, takes timm's weights; most were trained with labels.
+"""
 _HEAD = """\
 # Checkpoints
 
-Written by `finetune-mile weights docs --parity FOLDER --rewritten FOLDER` (without a folder, its table is
+Written by `python -m tests.weights_page --parity FOLDER --rewritten FOLDER` (without a folder, its table is
 kept) and `python -m tests.checkpoints.upstream`; do not edit by hand.
 
+<STRONG>
 ## On top of solo-learn weights
 
 solo-learn's `main_pretrain.py` writes `trained_models/METHOD/ID/NAME-ID-ep=N.ckpt`. Give that file; nothing of
@@ -80,7 +105,8 @@ finetune-mile weights add runs/pretrain-1/export/model.safetensors --name mine -
 finetune-mile weights verify mine
 ```
 
-The published files could not be fetched where this was written, so their cards have no hash and no features yet.
+The published files could not be fetched where this was written, so their cards have no features yet, and most have no
+hash.
 If you could fetch one, send in what you saw: open an issue or a pull request with the record
 (`~/.config/finetune_mile/weights/verified/NAME.json`). Its hashes, sizes and features go onto the card, which then says
 `verified: true`; from then on every other user's file is compared with yours. `finetune-mile preflight`
@@ -182,10 +208,19 @@ def write_docs(out: Path, *, parity: Path | None, rewritten: Path | None) -> Non
         if top1 and card.scores_on != "ImageNet-1k":
             top1 += f" ({card.scores_on})"
         seen = seen if card.file else "not published"
-        cards.append((f"`{card.name}`", card.method, card.arch or "", card.data, top1, knn, tuned, card.licence, seen))
+        size, pixels = str(card.size_mb or ""), str(card.preprocess.size)
+        facts = (card.method, card.arch or "", card.data, top1, knn, tuned, card.licence, size, pixels, seen)
+        cards.append((f"`{card.name}`", *facts))
     old = out.read_text(encoding="utf-8") if out.is_file() else ""
+    strong = [
+        (f"`{card.name}`", (card.arch or "").removeprefix("timm:").partition(":")[0], card.licence, str(card.size_mb),
+         *("" if top1 is None else f"{top1:.1f}" for top1 in (card.knn_top1, card.linear_top1)))
+        for card in sorted(map(read_card, shipped("weights").glob("*.yaml")), key=lambda card: -(card.linear_top1 or 0))
+        if card.name.startswith(("dinov2-", "dino-", "ibot-", "mae-"))
+    ]  # fmt: skip
+    table = _markdown(("card", "network", "licence", "MB", "k-NN", "linear"), strong)
     parts = [
-        _HEAD,
+        _HEAD.replace("<STRONG>", f"{_STRONG}{table}\n{_FETCHING}"),
         "## Formats, in the order in which they are tried\n\n"
         + _markdown(("format", "made by", "padding", "input"), formats),
         f"{_SAMPLES}\n{BEGIN}{old.partition(BEGIN)[2].partition(END)[0]}{END}",
@@ -193,9 +228,11 @@ def write_docs(out: Path, *, parity: Path | None, rewritten: Path | None) -> Non
           for title, folder in ((_UPSTREAM, parity), (_REWRITTEN, rewritten))),
         f"## Cards ({len(cards)})\n\n"
         "Accuracies as published, in per cent of ImageNet's validation images if nothing else is said; `weights show\n"
-        "NAME` says where. `unverified`: nobody here could fetch the published file.\n\n"
+        "NAME` says where. MB: the network's weights; a file with heads or an optimiser is larger. Input: pixels.\n"
+        "`unverified`: nobody here could fetch the published file.\n\n"
         + _markdown(
-            ("card", "method", "network", "data", "linear top-1", "k-NN", "fine-tuned top-1", "licence", "loaded"),
+            ("card", "method", "network", "data", "linear top-1", "k-NN", "fine-tuned top-1", "licence", "MB", "input",
+             "loaded"),
             cards,
         ),
     ]  # fmt: skip
@@ -254,3 +291,21 @@ def _unpack(packed: Path, plain: Path) -> None:
         raise Problem("--parity: .zst files need the package zstandard (pip install zstandard)") from error
     with packed.open("rb") as source, plain.open("wb") as target:
         zstandard.ZstdDecompressor(max_window_size=2**27).copy_stream(source, target)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.weights_page", description=__doc__)
+    parser.add_argument("--parity", type=Path, help="folder of checkpoints that upstream code wrote")
+    parser.add_argument("--rewritten", type=Path, help="the same for those that our tests wrote")
+    parser.add_argument("--out", type=Path, default=Path("docs/checkpoints.md"))
+    options = parser.parse_args()
+    try:
+        write_docs(options.out, parity=options.parity, rewritten=options.rewritten)
+    except Problem as problem:
+        return tell(problem)
+    print(f"{options.out} is written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Work on a device that is not learning."""

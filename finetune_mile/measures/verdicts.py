@@ -1,0 +1,226 @@
+"""What the scores of a run mean: their intervals, and sentences about a model. N images, C classes.
+
+A sentence that calls a model worse or better needs a difference that is beyond its 95 % interval.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finetune_mile.measures.guards import RATES
+from finetune_mile.measures.intervals import NORMAL, compare, map_interval, wilson
+from finetune_mile.measures.metrics import TAKEN_FOR, Measured, class_thresholds, sample_f1
+from finetune_mile.measures.predictions import PER_CLASS
+
+LEAST_DIFFERENCE = 1.0  # points: a model that is less than this below another is not called worse
+FEW_IMAGES = 200  # an interval of 14 points or more
+SCORES = {"accuracy": "accuracy", "map": "mean average precision"}  # a run is judged by the first that it has
+SHARES = ("accuracy", "probe_accuracy", "knn_accuracy", "real_acc", "main_accuracy", "own_size_probe_accuracy")
+
+
+def score_of(results: Mapping[str, Any]) -> str | None:
+    """The key of the score that a run is judged by: accuracy, or map where images have several given labels."""
+    return next((key for key in SCORES if key in results), None)
+
+
+def edges(results: Mapping[str, float], table: Mapping[str, Tensor] | None = None) -> dict[str, float]:
+    """95 % intervals of the accuracies among the results, as `accuracy_low` and `accuracy_high`.
+
+    Args:
+        results: of results.json.
+        table: columns (C,) of per_class.csv, for the interval of balanced_accuracy.
+    """
+    found: dict[str, float] = {}
+    for key in (key for key in SHARES if key in results):
+        counted = "images_with_set" if key == "real_acc" else "images_with_label"
+        images = int(results.get(counted, results["images"]))
+        low, high = wilson(results[key] / 100, images)
+        found |= {f"{key}_low": 100 * low, f"{key}_high": 100 * high}
+    if table is not None and "balanced_accuracy" in results:
+        counts, right = table["given"].double(), table["accuracy"].nan_to_num().double() / 100
+        seen = counts > 0
+        share = (right * counts + 1)[seen] / (counts + 2)[seen]  # not quite 0 or 1: few images a class prove neither
+        half = 100 * NORMAL * float((share * (1 - share) / counts[seen]).sum().sqrt() / seen.sum())
+        middle = results["balanced_accuracy"]
+        found |= {"balanced_accuracy_low": max(middle - half, 0.0), "balanced_accuracy_high": min(middle + half, 100.0)}
+    return found
+
+
+def sets_of(given: Tensor, truth: Tensor | None) -> Tensor:
+    """The labels that `map` is of: true sets (N, C) where they are known beside given sets; else the given labels."""
+    return given if truth is None or given.ndim == 1 else truth.long()
+
+
+def map_edges(scores: Tensor, given: Tensor) -> dict[str, float]:
+    """The interval of `map` for scores (N, C), where images have sets of given labels (N, C); else nothing."""
+    if given.ndim == 1 or not bool((given > 0).any()):
+        return {}
+    known = (given > 0).any(1)
+    low, high = map_interval(scores[known], given[known] > 0)
+    return {"map_low": low, "map_high": high}
+
+
+def chosen_thresholds(probabilities: Tensor, given: Tensor) -> tuple[list[float], dict[str, float]]:
+    """Thresholds of the classes for `predict` where images have sets of given labels (N, C), and their F1; or nothing.
+
+    The F1 (`f1@chosen`) of each half of the images is that of thresholds chosen on the other half.
+    """
+    known = (given > 0).any(1) if given.ndim == 2 else torch.zeros(len(given), dtype=torch.bool)
+    if int(known.sum()) < 2:
+        return [], {}
+    probabilities, truth = probabilities[known], given[known] > 0
+    first = torch.arange(len(truth)) % 2 == 0
+    f1 = torch.zeros(len(truth), dtype=torch.float64)
+    for half in (first, ~first):
+        found = probabilities[half] > class_thresholds(probabilities[~half], truth[~half])
+        found.scatter_(1, probabilities[half].argmax(1, keepdim=True), True)  # always the best one, as `predict`
+        f1[half] = sample_f1(found, truth[half])
+    return class_thresholds(probabilities, truth).tolist(), {"f1@chosen": 100 * float(f1.mean())}
+
+
+# ------------------------------------------------------------------------------------ against a probe, image by image
+
+
+def compared(measured: Measured) -> Tensor:
+    """What models are compared by: 100 or 0 for each image (N,), or the average precision of each class (C,)."""
+    return measured.samples["accuracy"] if "accuracy" in measured.samples else measured.by_class["map"]
+
+
+def units(measured: Measured) -> dict[str, object]:
+    """What start.json keeps of a probe, so that a run can be compared with it image by image, or class by class."""
+    if "accuracy" in measured.samples:
+        right = np.packbits((measured.samples["accuracy"] > 0).numpy()).tobytes().hex()
+        return {"right": right}
+    if "map" in measured.by_class:
+        return {"average_precision": [None if v != v else v for v in measured.by_class["map"].tolist()]}
+    return {}
+
+
+def over(measured: Measured, lines: Mapping[str, Any], name: str) -> dict[str, float]:
+    """The difference to a probe and its 95 % interval: `NAME`, `NAME_low`, `NAME_high`; empty if it is unknown.
+
+    Args:
+        measured: of the run.
+        lines: `units` of the probe, on the same images.
+        name: of the difference.
+    """
+    if "right" in lines and "accuracy" in measured.samples:
+        mine = measured.samples["accuracy"]
+        bits = np.unpackbits(np.frombuffer(bytes.fromhex(lines["right"]), dtype=np.uint8))[: len(mine)]
+        if len(bits) < len(mine):
+            return {}
+        theirs = torch.from_numpy(100.0 * bits)
+    elif "average_precision" in lines and "map" in measured.by_class:
+        mine = measured.by_class["map"]
+        theirs = torch.tensor([torch.nan if v is None else v for v in lines["average_precision"]], dtype=torch.float64)
+    else:
+        return {}
+    found = compare({name: mine}, {name: theirs}).get(name)
+    return {} if found is None else {name: found.difference, f"{name}_low": found.low, f"{name}_high": found.high}
+
+
+def worse_than_probe(results: Mapping[str, float]) -> str | None:
+    """A sentence if the score is below that of a linear probe of the checkpoint, beyond chance."""
+    key = score_of(results)
+    if key is None or not _clearly_below(results, "over_probe"):
+        return None
+    return (
+        f"Fine-tuning made this model worse: {SCORES[key]} {results[key]:.1f} %, and the linear probe of its "
+        f"checkpoint has {results[f'probe_{key}']:.1f} % ({_difference(results, 'over_probe')}). Use --keep best, or "
+        "fewer --steps; if the images must not be mirrored or cropped (digits, text), set augment.flip=false and "
+        "augment.crop=none."
+    )
+
+
+def below_own_size(results: Mapping[str, float], size: int) -> str | None:
+    """A sentence if a linear probe at the checkpoint's own image size beats a run at `size` pixels, beyond chance."""
+    key = score_of(results)
+    if key is None or not _clearly_below(results, "over_own_size_probe"):
+        return None
+    own = int(results["own_size"])
+    return (
+        f"This model, at {size} pixels, is worse than a linear probe at the checkpoint's own {own} pixels: "
+        f"{SCORES[key]} {results[key]:.1f} % and {results[f'own_size_probe_{key}']:.1f} % "
+        f"({_difference(results, 'over_own_size_probe')}). Run again without --size and with --trunk frozen: that "
+        f"trains a classifier on the features at {own} pixels, which takes little time."
+    )
+
+
+def _clearly_below(results: Mapping[str, float], name: str) -> bool:
+    """Is a difference below zero, with its interval, and large enough for anybody to care?"""
+    return results.get(f"{name}_high", 0.0) < 0 and results[name] <= -LEAST_DIFFERENCE
+
+
+def _difference(results: Mapping[str, float], name: str) -> str:
+    low, high = results[f"{name}_low"], results[f"{name}_high"]
+    return f"difference {results[name]:+.1f}, 95 % interval {low:+.1f} to {high:+.1f}"
+
+
+# ------------------------------------------------------------------------------------ against guessing
+
+
+def learned_nothing(results: Mapping[str, float], *, steps: int, data: str, advice: str) -> str | None:
+    """A sentence if the score is that of guessing, or less than a constant answer has; None if it is better.
+
+    Where few images cannot tell guessing from learning, the sentence says this instead.
+
+    Args:
+        results: of results.json.
+        steps: of the run.
+        data: --data, for the advice.
+        advice: the flags that lower the learning rates.
+    """
+    key = score_of(results)
+    if key is None or f"chance_{key}" not in results:
+        return None
+    score, chance, constant = results[key], results[f"chance_{key}"], results.get("majority_accuracy", 0.0)
+    images = int(results.get("images_with_label", results.get("images_with_set", results["images"])))
+    bounds = {**edges(results), **results}
+    if f"{key}_low" not in bounds:
+        return None
+    low, high = bounds[f"{key}_low"], bounds[f"{key}_high"]
+    interval = f"95 % interval of the {SCORES[key]} {low:.1f} to {high:.1f}"
+    causes = (
+        f"{RATES} (try {advice}), {steps:,} steps are too few (raise --steps or --epochs), the checkpoint or the image "
+        "size does not suit the images (--init, --size), or the labels are wrong "
+        f"(finetune-mile doctor --data {shlex.quote(data)})."
+    )
+    if low <= chance <= high and images < FEW_IMAGES:
+        return (
+            f"{images:,} validation images are too few to tell whether this model learned anything: {SCORES[key]} "
+            f"{score:.1f} %, guessing has {chance:.1f} % ({interval}). Use {FEW_IMAGES} validation images or more. "
+            f"Likely causes if the {SCORES[key]} stays there: {causes}"
+        )
+    if low <= chance <= high:
+        why = f"no better than guessing ({chance:.1f} %; {interval})"
+    elif score < constant:
+        why = f"less than always answering the most frequent class ({constant:.1f} %)"
+    else:
+        return None
+    return (
+        f"This model learned nothing useful: {SCORES[key]} {score:.1f} % on {images:,} validation images is {why}. "
+        f"Likely causes: {causes}"
+    )
+
+
+def lowest_class(classes: tuple[str, ...], table: Mapping[str, Tensor]) -> list[str]:
+    """A sentence about the class with the lowest score; none where all are right. Columns of `table` are (C,)."""
+    key = next((key for key in ("accuracy", "average_precision") if key in table), None)
+    if key is None or bool((table[key].isnan() | (table[key] == 100)).all()):
+        return []
+    low = int(table[key].nan_to_num(nan=torch.inf).argmin())
+    if key == "average_precision":
+        return [
+            f"Lowest average precision of a class: {classes[low]}, {table[key][low]:.1f} %, with "
+            f"{int(table['true'][low]):,} images that have it. All classes are in {PER_CLASS}."
+        ]
+    return [
+        f"Lowest accuracy of a class: {classes[low]}, {table[key][low]:.1f} % of {int(table['given'][low]):,} images, "
+        f"most often taken for {classes[int(table[TAKEN_FOR][low])]}. All classes are in {PER_CLASS}."
+    ]

@@ -1,0 +1,349 @@
+"""A model for the minutes that there are: of frozen features always, then the largest step that fits, if it is better.
+
+`run --minutes N` and `quickstart` choose here. The run of the kept model ends in the folder that was asked for, the
+other one in `not-kept` inside it. Until then the first model is in that folder: after Ctrl-C there is a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune_mile.config.flags import given_settings
+from finetune_mile.config.resolve import Resolved, check, resolve
+from finetune_mile.core.files import write_json
+from finetune_mile.core.problems import Problem
+from finetune_mile.training.folder import REFIT, RunFolder, resumed_recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from finetune_mile.checkpoints.init import Init
+    from finetune_mile.training.processes import Signals
+    from finetune_mile.training.setup import Setup
+
+MOST_MINUTES = 10_000
+SUMMARY = "minutes.json"
+LARGER, NOT_KEPT = "larger", "not-kept"  # run folders inside the run folder
+FROZEN = "frozen features"
+SMALLER = (160, 128, 96, 64)  # sizes that cost less; below half of the checkpoint's own size too much is lost
+REFIT_SHARE = 1.25  # of the seconds of a run: it has no trial, and a quarter more labels
+LEAST_SECONDS = 15.0  # a step takes at least this long, so there is no use in timing one
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The minutes that there are."""
+
+    minutes: float
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def used(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.began
+
+    @property
+    def left(self) -> float:
+        """Seconds; below zero when the minutes are over."""
+        return 60 * self.minutes - self.used
+
+    def say(self, sentence: str) -> None:
+        from finetune_mile.training.display import duration
+
+        sys.stderr.write(f"{duration(self.used):>6} of {self.minutes:g} min  {sentence}\n")
+
+
+@dataclass(slots=True, kw_only=True)
+class Made:
+    """What came out."""
+
+    code: int = 0  # above 128: stopped by a signal
+    facts: dict[str, Any] = field(default_factory=dict)  # of minutes.json
+    text: str = ""  # that the run of the kept model has printed
+
+
+def run_minutes(
+    options: argparse.Namespace, prepare: Callable[[argparse.Namespace], tuple[Resolved, Path, Init, Init | None]]
+) -> int:
+    """`run --minutes N`: the command; `prepare` is that of run.py."""
+    problems = []
+    if not 0 < options.minutes <= MOST_MINUTES:
+        problems.append(f"--minutes {options.minutes:g}: must be above 0 and at most {MOST_MINUTES:,}")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        problems.append("--minutes runs in one process: start it without accelerate launch or torchrun")
+    settings = given_settings(options)
+    keys = {text.partition("=")[0].strip() for text in options.sets} | settings.keys()
+    chosen = [f"--{key}" for key in ("steps", "epochs", "trunk", "size") if key in keys]
+    if chosen:
+        problems.append(f"--minutes chooses what is trained, at which size and how long: leave out {', '.join(chosen)}")
+    others = ("resume", "seeds", "overwrite", "explain", "keep_checkpoints")
+    chosen = [f"--{key.replace('_', '-')}" for key in others if getattr(options, key)]
+    if chosen:
+        problems.append(f"--minutes makes new runs, more than one: leave out {', '.join(chosen)}")
+    if problems:
+        raise Problem(*problems)
+    clock, (resolved, path, init, teacher), parent = Clock(options.minutes), prepare(options), os.getppid()
+    if resolved.recipe.init == "none":
+        raise Problem("--minutes begins with the features of a checkpoint: add --init CHECKPOINT")
+    from finetune_mile.training.processes import Signals
+
+    with Signals(parent) as signals:
+        made = train_in_time(
+            clock,
+            lambda sets: resolve(settings, [*options.sets, *sets]),
+            init,
+            path,
+            signals,
+            teacher=teacher,
+            refit=options.refit,
+        )
+    if not made.code:
+        sys.stdout.write(made.text + "".join(f"{sentence}\n" for sentence in say_choice(made.facts)))
+    return made.code
+
+
+def ladder(own: int) -> dict[str, list[str]]:
+    """Steps beyond frozen features, with their settings, in the order in which they are tried.
+
+    All layers at a smaller size come before the last block: they gained 6 to 11 points over their probe, the last block
+    at most 2, in more time (docs/own-photos.md).
+    """
+    smaller = [size for size in SMALLER if own / 2 <= size < own]
+    return {
+        "all layers": ["trunk=all"],
+        **{f"all layers at {size} px": ["trunk=all", f"size={size}"] for size in smaller},
+        "the last block": ["trunk=last:1"],
+    }
+
+
+def train_in_time(
+    clock: Clock, make: Callable[[list[str]], Resolved], init: Init, path: Path, signals: Signals,
+    *, teacher: Init | None = None, brief: bool = False, refit: bool = False,
+) -> Made:  # fmt: skip
+    """Train a classifier of frozen features, then the largest step that fits; keep the better one, perhaps refit it.
+
+    Args:
+        clock: of the command.
+        make: KEY=VALUE settings to the recipe with them.
+        init: the checkpoint.
+        path: a new run folder.
+        signals: whether to stop.
+        teacher: --teacher.
+        brief: say nothing about the recipe and the checkpoint.
+        refit: at the end train the kept model's recipe on all labels, if there is time.
+    """
+    made = _better_one(clock, make, init, path, signals, teacher=teacher, brief=brief)
+    if not refit or made.code:
+        return made
+    kept = next(step for step in made.facts["steps"] if step["name"] == made.facts["kept"])
+    if FROZEN not in kept["name"] and clock.left < REFIT_SHARE * kept["seconds"]:
+        clock.say("no time is left to train on all labels; --resume DIR --refit does")
+        return made
+    clock.say("training on all labels, also those of the validation photos")
+    file, tree = resumed_recipe(path)
+    resolved = check(tree, {}, [], file, "--resume")
+    made.code, text, _, _ = _train(resolved, init, teacher, path, signals, brief=True, only_refit=True)
+    if made.code:
+        sys.stdout.write(made.text + text)
+    else:
+        made.facts["refit_labels"] = json.loads((path / REFIT / "split.json").read_text(encoding="utf-8"))["labelled"]
+        made.text += text
+        write_json(path / SUMMARY, made.facts)
+    return made
+
+
+def _better_one(
+    clock: Clock, make: Callable[[list[str]], Resolved], init: Init, path: Path, signals: Signals,
+    *, teacher: Init | None, brief: bool,
+) -> Made:  # fmt: skip
+    """`train_in_time` without the refit."""
+    from finetune_mile.measures.probing import measure_of
+
+    resolved = make(["trunk=frozen"])
+    clock.say(f"{resolved.recipe.method} on {FROZEN}")
+    code, text, setup, scores = _train(resolved, init, teacher, path, signals, brief=brief)
+    if code:
+        sys.stderr.write(text)
+        return Made(code=code)
+    size, measure = setup.viewer.preprocess.size, measure_of(setup.data.val.given)
+    first = _about(f"{FROZEN} at {size} px", path, measure)
+    counted = int((~scores.isnan()).sum())
+    facts: dict[str, Any] = {
+        "minutes": clock.minutes, "measure": measure, "method": resolved.recipe.method, "counted": counted,
+        "steps": [first], "kept": first["name"], "difference": None, "left_out": [],
+    }  # fmt: skip
+    if setup.own_size is not None and size < setup.own_size:
+        facts["own_size"] = setup.own_size
+        clock.say(
+            f"images are shown at {size} pixels; the checkpoint's own size is {setup.own_size}, try without --size"
+        )
+    made = Made(facts=facts, text=text)
+    if not counted:
+        clock.say("no validation photo has a label, so nothing could show that a larger step is better")
+        return made
+    chosen = _largest_that_fits(clock, make, size, facts["left_out"])
+    write_json(path / SUMMARY, facts)
+    if chosen is None:
+        return made
+    name, resolved = chosen
+    clock.say(f"{name}: the model of {FROZEN} is ready in {path}, Ctrl-C keeps it")
+    place = path / LARGER / path.name  # its report has the folder's name
+    try:
+        code, text, _, others = _train(resolved, init, teacher, place, signals, brief=True)
+    except Problem as problem:
+        facts["failed"] = " ".join(problem.sentences)
+        clock.say(f"{name} failed, {FROZEN} are kept: {facts['failed']}")
+        write_json(path / SUMMARY, facts)
+        return made
+    if code:
+        sys.stderr.write(f"stopped; the model in {path} is complete ({FROZEN}); --resume {place} continues {name}\n")
+        return Made(code=code, facts=facts, text=made.text)
+    second = _about(name if " px" in name else f"{name} at {size} px", place, measure)
+    facts["steps"].append(second)
+    if _is_better(facts, others, scores):
+        facts["kept"], made.text = second["name"], text.replace(str(place), str(path))
+        _swap(path, place)
+    else:
+        place.rename(path / NOT_KEPT)
+        (path / LARGER).rmdir()
+    for checkpoint in RunFolder(path / NOT_KEPT).saved():  # as large as the model, and of no more use
+        checkpoint.unlink()
+    write_json(path / SUMMARY, facts)
+    return made
+
+
+def _train(
+    resolved: Resolved,
+    init: Init,
+    teacher: Init | None,
+    path: Path,
+    signals: Signals,
+    *,
+    brief: bool,
+    only_refit: bool = False,
+) -> tuple[int, str, Setup, Tensor]:
+    """One run: its exit code, what it printed, its set-up, and its model's scores on the validation images."""
+    import torch
+
+    from finetune_mile.measures.verdicts import compared
+    from finetune_mile.training.explain import explain
+    from finetune_mile.training.processes import computing
+    from finetune_mile.training.setup import set_up
+    from finetune_mile.training.train import open_folder, train
+
+    setup = set_up(resolved.recipe, init, teacher, path, signals)
+    if not brief:
+        explain(resolved, setup, full=False)
+    folder, recipe, printed = open_folder(setup, path, resume=only_refit, overwrite=False), setup.recipe, io.StringIO()
+    folder.info[REFIT] = only_refit
+    with (
+        contextlib.redirect_stdout(printed),
+        computing(
+            precision=recipe.precision, benchmark=recipe.cudnn_benchmark is True, deterministic=recipe.deterministic
+        ),
+    ):
+        code = train(setup, folder)
+    return code, printed.getvalue(), setup, torch.zeros(0) if setup.measured is None else compared(setup.measured)
+
+
+def _about(name: str, path: Path, measure: str) -> dict[str, Any]:
+    results = json.loads((path / "results.json").read_text(encoding="utf-8"))
+    seconds = RunFolder.reopen(path).info["seconds"]
+    keys = {"score": measure, "low": f"{measure}_low", "high": f"{measure}_high"}
+    return {"name": name, "seconds": seconds} | {key: results.get(where, 0.0) for key, where in keys.items()}
+
+
+def _largest_that_fits(
+    clock: Clock, make: Callable[[list[str]], Resolved], size: int, left_out: list[dict[str, Any]]
+) -> tuple[str, Resolved] | None:
+    """The first step of the ladder that fits into the time that is left; those before it go to `left_out`."""
+    from finetune_mile.training.pricing import estimate
+
+    clock.say("estimating how long fine-tuning takes")
+    for name, sets in ladder(size).items():
+        if left_out and clock.left < LEAST_SECONDS:
+            break
+        try:
+            resolved = make(sets)
+            seconds = float(estimate(resolved.recipe).seconds[2])
+        except Problem as problem:  # such as a network without blocks
+            clock.say(f"{name} is left out: {' '.join(problem.sentences)}")
+            continue
+        if seconds <= clock.left:
+            clock.say(f"{name} takes about {seconds / 60:.1f} min, {clock.left / 60:.1f} min are left")
+            return name, resolved
+        left_out.append({"name": name, "seconds": seconds})
+        clock.say(f"{name} is left out: about {seconds / 60:.1f} min, {max(clock.left, 0) / 60:.1f} min are left")
+    return None
+
+
+def _is_better(facts: dict[str, Any], second: Tensor, first: Tensor) -> bool:
+    from finetune_mile.measures.intervals import compare
+
+    gap = compare({"score": second}, {"score": first}).get("score")
+    if gap is None:  # no validation image has a label
+        return False
+    facts["difference"] = {"mean": gap.difference, "low": gap.low, "high": gap.high}
+    return gap.difference > 0
+
+
+def _swap(path: Path, place: Path) -> None:
+    """Put the run of `place`, inside of `path`, in the place of the run there, which becomes its NOT_KEPT."""
+    new, old = (path.with_name(f".{path.name}.{word}") for word in ("new", "old"))
+    place.rename(new)
+    (path / LARGER).rmdir()
+    path.rename(old)
+    new.rename(path)
+    (old / SUMMARY).unlink()
+    old.rename(path / NOT_KEPT)
+
+
+def say_choice(facts: dict[str, Any]) -> list[str]:
+    """What was kept and how good it is, then what else was tried, in sentences."""
+    from finetune_mile.training.display import duration
+
+    def score(step: dict[str, Any]) -> str:
+        return f"{step['score']:.1f} % (95 % interval {step['low']:.1f} to {step['high']:.1f})"
+
+    measure, of = ("mAP", "classes") if facts["measure"] == "map" else ("accuracy", "validation photos")
+    kept = next(step for step in facts["steps"] if step["name"] == facts["kept"])
+    sentences = [
+        f"The model is {facts['method']} with {kept['name']}: {measure} {score(kept)} over {facts['counted']:,} {of}. "
+        f"It took {duration(kept['seconds'])}."
+    ]
+    if "own_size" in facts:
+        sentences.append(
+            f"The checkpoint's own image size is {facts['own_size']} pixels. A smaller one may cost accuracy: try "
+            "without --size."
+        )
+    if "refit_labels" in facts:
+        sentences.append(
+            f"At the end it was trained on all {facts['refit_labels']:,} labelled photos, those for validation "
+            "included. The score is of the model before that."
+        )
+    gap = facts["difference"]
+    if gap is not None:
+        (other,) = (step for step in facts["steps"] if step is not kept)
+        chance = "" if gap["low"] > 0 or gap["high"] < 0 else ", which may be chance"
+        sentences.append(
+            f"Not kept, in the folder {NOT_KEPT}: {other['name']}, {score(other)}, {duration(other['seconds'])}. "
+            f"Fine-tuning made a difference of {gap['mean']:+.1f} points ({gap['low']:+.1f} to {gap['high']:+.1f})"
+            f"{chance}. The choice was made on the validation photos, so the score of the kept model is a little too "
+            "good."
+        )
+    elif "failed" in facts:
+        sentences.append(f"Fine-tuning failed, so frozen features were kept: {facts['failed']}")
+    elif facts["left_out"]:
+        steps = ", ".join(f"{step['name']} (about {duration(step['seconds'])})" for step in facts["left_out"])
+        sentences.append(f"There was no time for fine-tuning: {steps}.")
+    return sentences
