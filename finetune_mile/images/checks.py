@@ -186,10 +186,9 @@ def report(data: Data, splits: Mapping[str, Findings], copies: Sequence[Copy] | 
         yield from section(
             f"wrong labels: exact copies that have another label than the original: {len(wrong):,}", wrong
         )
-    counts = f"{len(data.train):,} training and {len(data.val):,} validation images"
-    if data.test is not None:
-        counts = f"{len(data.train):,} training, {len(data.val):,} validation and {len(data.test):,} test images"
-    yield f"{data.name}: {counts}, {len(data.classes)} classes"
+    kinds = {"training": data.train, "validation": data.val, "test": data.test}
+    *counts, last = [f"{len(images):,} {kind}" for kind, images in kinds.items() if images is not None]
+    yield f"{data.name}: {', '.join(counts)} and {last} images, {len(data.classes)} classes"
     if data.unreadable:
         yield f"{data.name}: {say_unreadable(data.unreadable)}"
     for group in same_names(data.classes):

@@ -190,7 +190,7 @@ def say_results(setup: Setup, scored: Scored, folder: RunFolder) -> None:
     """Print the closing table, the notes and what to do next."""
     recipe, results = setup.recipe, scored.results
     title = f"{recipe.method} on {setup.data.name}: results on {int(results['images']):,} validation images"
-    out, aside = Console(), Console(stderr=True)  # results go where a pipe or `tee` finds them
+    out = Console()  # results go where a pipe or `tee` finds them
     if scored.warning is not None:
         out.print(f"warning: {scored.warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     out.print(closing_table(results, title, recipe.method))
@@ -198,7 +198,7 @@ def say_results(setup: Setup, scored: Scored, folder: RunFolder) -> None:
         out.print("\n".join(scored.notes), markup=False, highlight=False, soft_wrap=True)
     if results["bad_images"]:
         skipped = say_skipped(int(results["bad_images"]), setup.viewer.bad.path)
-        aside.print(skipped, markup=False, highlight=False, soft_wrap=True)
+        out.print(skipped, markup=False, highlight=False, soft_wrap=True)
     out.print(
         f"Labels of new images: finetune-mile predict {shlex.quote(str(folder.path))} IMAGES "
         f"(labels above {say_threshold(scored.threshold)}, and always the best one)\n\n{folder.path / 'report.html'}",

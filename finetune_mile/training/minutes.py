@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -147,7 +148,8 @@ def train_in_time(
         return made
     kept = next(step for step in made.facts["steps"] if step["name"] == made.facts["kept"])
     if FROZEN not in kept["name"] and clock.left < REFIT_SHARE * kept["seconds"]:
-        clock.say("no time is left to train on all labels; --resume DIR --refit does")
+        made.facts["refit_later"] = shlex.join(["finetune-mile", "run", "--resume", str(path), "--refit"])
+        write_json(path / SUMMARY, made.facts)
         return made
     clock.say("training on all labels, also those of the validation photos")
     file, tree = resumed_recipe(path)
@@ -184,9 +186,6 @@ def _better_one(
     }  # fmt: skip
     if setup.own_size is not None and size < setup.own_size:
         facts["own_size"] = setup.own_size
-        clock.say(
-            f"images are shown at {size} pixels; the checkpoint's own size is {setup.own_size}, try without --size"
-        )
     made = Made(facts=facts, text=text)
     if not counted:
         clock.say("no validation photo has a label, so nothing could show that a larger step is better")
@@ -206,7 +205,10 @@ def _better_one(
         write_json(path / SUMMARY, facts)
         return made
     if code:
-        sys.stderr.write(f"stopped; the model in {path} is complete ({FROZEN}); --resume {place} continues {name}\n")
+        sys.stderr.write(
+            f"stopped; the model in {path} is complete ({FROZEN}); continue {name} with "
+            f"--resume {shlex.quote(str(place))}\n"
+        )
         return Made(code=code, facts=facts, text=made.text)
     second = _about(name if " px" in name else f"{name} at {size} px", place, measure)
     facts["steps"].append(second)
@@ -216,8 +218,6 @@ def _better_one(
     else:
         place.rename(path / NOT_KEPT)
         (path / LARGER).rmdir()
-    for checkpoint in RunFolder(path / NOT_KEPT).saved():  # as large as the model, and of no more use
-        checkpoint.unlink()
     write_json(path / SUMMARY, facts)
     return made
 
@@ -331,6 +331,8 @@ def say_choice(facts: dict[str, Any]) -> list[str]:
             f"At the end it was trained on all {facts['refit_labels']:,} labelled photos, those for validation "
             "included. The score is of the model before that."
         )
+    if "refit_later" in facts:
+        sentences.append(f"No time was left to train it on the validation photos, too: {facts['refit_later']}")
     gap = facts["difference"]
     if gap is not None:
         (other,) = (step for step in facts["steps"] if step is not kept)

@@ -1,6 +1,7 @@
 """`run --minutes N`: a model for the time that there is, of frozen features or of the largest step that fits."""
 
 import json
+import shlex
 import signal
 
 import pytest
@@ -17,8 +18,10 @@ LITTLE = ["--init", "simclr-demo", "--method", "softmax", "--set", "workers=0"]
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
+    """One of them cannot be read."""
     root = tmp_path_factory.mktemp("photos")
     tinted_photos(root, noise=60)
+    (root / "train/red/7.png").write_bytes(b"")
     return root
 
 
@@ -88,6 +91,8 @@ def test_the_larger_step_takes_the_folder_only_if_held_out_labels_like_it_better
     assert sorted(path.name for path in out.parent.iterdir()) == ["cache", "out"]
     assert not (out / "larger").exists()
     assert f"finetune-mile predict {out} IMAGES" in printed.out
+    assert f"see {out / 'bad_images.csv'}" in printed.out
+    assert str(out / "larger") not in printed.out + printed.err, "it is gone"
     assert "a little too good" in printed.out
     assert "<title>out" in (out / "report.html").read_text()
     assert json.loads((out / "run.json").read_text())["status"] == "finished"
@@ -179,3 +184,15 @@ def test_the_price_of_the_last_block_is_of_a_network_that_learns_no_more(photos,
     settings = {"init": "simclr-demo", "data": str(photos)}
     pricing.estimate(resolve(settings, ["trunk=last:1", "workers=0"]).recipe)
     assert asked == ["last:1"]
+
+
+@pytest.mark.usefixtures("enough_time")
+def test_a_refit_that_does_not_fit_is_named_with_its_command(photos, out, capsys, monkeypatch):
+    monkeypatch.setattr(minutes, "REFIT_SHARE", 1e9)
+    monkeypatch.setattr(minutes, "_is_better", lambda *_: True)
+    out = out.with_name("my out")
+    assert run(photos, out, "--refit") == 0
+    words = shlex.split(facts_of(out)["refit_later"])
+    assert facts_of(out)["refit_later"] in capsys.readouterr().out
+    assert main(words[1:]) == 0
+    assert json.loads((out / "export/config.json").read_text())["refit_labels"] == 90

@@ -107,7 +107,7 @@ def test_a_run_goes_on_lists_them_and_says_how_many(folder, tmp_path, workers, c
     assert results["bad_images"] == 3, "training and validation images together"
     assert "3 images could not be read and were skipped; see bad_images.csv" in (out / "report.html").read_text()
     assert results["unreadable_files"] == 0
-    said = capsys.readouterr().err
+    said = "".join(capsys.readouterr())
     assert said.count("is bad (") == 1, "one line at the first"
     assert f"and is skipped; {out / 'bad_images.csv'} lists all of them" in said
     assert f"3 images could not be read and were skipped; see {out / 'bad_images.csv'}" in said

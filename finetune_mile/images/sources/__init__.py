@@ -124,7 +124,7 @@ def _check_place(data: str, scheme: str, place: str) -> None:
         raise Problem("--data hf: needs a dataset name or a directory: hf:NAME or hf:DIR")
     local = scheme == "hf" and (place.startswith((".", "/", "~")) or place.count("/") > 1)
     if (scheme in DIRECTORIES and not Path(place).is_dir()) or (local and not Path(place).expanduser().exists()):
-        hint = f"; for a list of images write csv:{place}" if place.endswith(".csv") and Path(place).is_file() else ""
+        hint = f"; for a list write {f'csv:{place}'!r}" if place.endswith(".csv") and Path(place).is_file() else ""
         raise Problem(f"--data {data}: there is no directory {place!r}{hint}")
 
 

@@ -69,7 +69,7 @@ def load(where: str) -> Data:
     if len(classes) == 1:
         problems.append(
             f"{flag}: only one class ({classes[0]}); two are needed (for images without labels write "
-            f"folder:{place}?labels=none)"
+            f"{f'folder:{place}?labels=none'!r})"
         )
     if stop or len(classes) == 1 or not all(len(scan.names) for scan in scans):
         raise Problem(*problems)

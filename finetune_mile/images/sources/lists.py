@@ -46,7 +46,7 @@ def load_csv(where: str) -> Data:
     if others and "separator" not in options and not any(len(names) > 1 for names in sets):
         raise Problem(
             f"{flag}: no cell of `labels` has the separator ';', and many have {others[0]!r}. Write "
-            f"csv:{place}?separator={others[0]}, or csv:{place}?separator=; if each is one label"
+            f"{f'csv:{place}?separator={others[0]}'!r}, or {f'csv:{place}?separator=;'!r} if each is one label"
         )
     truths = [split_labels(row["truth"], separator) for row in rows] if "truth" in rows[0] else None
     classes = sorted({name for names in [*sets, *(truths or ())] for name in names})
