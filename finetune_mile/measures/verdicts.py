@@ -191,20 +191,20 @@ def learned_nothing(results: Mapping[str, float], *, steps: int, data: str, advi
         "size does not suit the images (--init, --size), or the labels are wrong "
         f"(finetune-mile doctor --data {shlex.quote(data)})."
     )
-    if low <= chance <= high and images < FEW_IMAGES:
+    rival, its_score = "guessing", chance
+    if not low <= chance <= high:
+        rival, its_score = "always answering the most frequent class", constant
+        if score >= constant:
+            return None
+    if its_score <= high and images < FEW_IMAGES:
         return (
             f"{images:,} validation images are too few to tell whether this model learned anything: {SCORES[key]} "
-            f"{score:.1f} %, guessing has {chance:.1f} % ({interval}). Use {FEW_IMAGES} validation images or more. "
+            f"{score:.1f} %, {rival} has {its_score:.1f} % ({interval}). Use {FEW_IMAGES} validation images or more. "
             f"Likely causes if the {SCORES[key]} stays there: {causes}"
         )
-    if low <= chance <= high:
-        why = f"no better than guessing ({chance:.1f} %; {interval})"
-    elif score < constant:
-        why = f"less than always answering the most frequent class ({constant:.1f} %)"
-    else:
-        return None
     return (
-        f"This model learned nothing useful: {SCORES[key]} {score:.1f} % on {images:,} validation images is {why}. "
+        f"This model learned nothing useful: {SCORES[key]} {score:.1f} % on {images:,} validation images is "
+        f"{'no better' if its_score <= high else 'less'} than {rival} ({its_score:.1f} %; {interval}). "
         f"Likely causes: {causes}"
     )
 

@@ -117,10 +117,19 @@ def test_few_validation_images_cannot_tell_whether_a_model_learned():
 
 
 def test_an_accuracy_below_the_most_frequent_class_is_a_sentence():
-    assert "less than always answering the most frequent class (60.0 %)" in judged(41.0, majority=60.0)
+    assert "is less than always answering the most frequent class (60.0 %; 95 % interval" in judged(41.0, majority=60.0)
     assert judged(61.0, majority=60.0) is None
     assert judged(2.0, majority=10.0) is not None, "worse than guessing"
     assert learned_nothing({"images": 5.0, "lrap": 3.0}, steps=1, data="x", advice="") is None
+
+
+def test_a_model_is_not_called_useless_where_the_interval_holds_the_most_frequent_class():
+    """88 % of 50 photos, with a class of 90 %, was "learned nothing useful", also on the model card."""
+    said = judged(88.0, majority=90.0, images=50)
+    assert said.startswith("50 validation images are too few to tell whether this model learned anything")
+    assert "always answering the most frequent class has 90.0 %" in said
+    assert "learned nothing" not in said
+    assert "is no better than always answering the most frequent class (60.0 %" in judged(59.5, majority=60.0)
 
 
 def test_the_interval_is_wilsons():
