@@ -110,8 +110,10 @@ def _examine_batch(images: ImageSet, indices: list[int]) -> list[_Row]:
 
 def find_copies(data: Data, splits: Mapping[str, Findings]) -> list[Copy]:
     """Images that are exact copies or near-duplicates of an earlier one, of the same split or of one before it."""
-    names = {split: label_names(each.images.given, data.classes) for split, each in splits.items()}
-    sets = {split: [frozenset(labels) for labels in each] for split, each in names.items()}
+    sets = {
+        split: [frozenset(labels) for labels in label_names(each.images.given, data.classes)]
+        for split, each in splits.items()
+    }
     places = [(split, index) for split, each in splits.items() for index in sorted(each.digests)]
 
     def differ(one: tuple[str, int], other: tuple[str, int]) -> bool:

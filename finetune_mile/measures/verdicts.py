@@ -52,6 +52,11 @@ def edges(results: Mapping[str, float], table: Mapping[str, Tensor] | None = Non
     return found
 
 
+def with_edges(results: Mapping[str, Any], key: str, prefix: str = "") -> dict[str, float]:
+    """A score and its interval, where they are known, with a prefix to their names."""
+    return {f"{prefix}{key}{end}": results[key + end] for end in ("", "_low", "_high") if key + end in results}
+
+
 def sets_of(given: Tensor, truth: Tensor | None) -> Tensor:
     """The labels that `map` is of: true sets (N, C) where they are known beside given sets; else the given labels."""
     return given if truth is None or given.ndim == 1 else truth.long()
@@ -95,8 +100,7 @@ def compared(measured: Measured) -> Tensor:
 def units(measured: Measured) -> dict[str, object]:
     """What start.json keeps of a probe, so that a run can be compared with it image by image, or class by class."""
     if "accuracy" in measured.samples:
-        right = np.packbits((measured.samples["accuracy"] > 0).numpy()).tobytes().hex()
-        return {"right": right}
+        return {"right": np.packbits((measured.samples["accuracy"] > 0).numpy()).tobytes().hex()}
     if "map" in measured.by_class:
         return {"average_precision": [None if v != v else v for v in measured.by_class["map"].tolist()]}
     return {}

@@ -33,6 +33,7 @@ from finetune_mile.measures.verdicts import (
     over,
     score_of,
     sets_of,
+    with_edges,
     worse_than_probe,
 )
 from finetune_mile.networks.vits import exported_arch
@@ -211,13 +212,12 @@ def against_probes(results: Mapping[str, float], measured: Measured, lines: Mapp
     key, own = score_of(results), lines.get(OWN_SIZE)
     if key is None:
         return {}
-    found = {name: lines[name] for name in (f"knn_{key}",) if name in lines}
+    found = with_edges(lines, f"knn_{key}")
     if key in lines:
-        found |= {f"probe_{key}": lines[key]} | over(measured, lines, "over_probe")
+        found |= with_edges(lines, key, "probe_") | over(measured, lines, "over_probe")
     if own is not None and key in own:
-        found |= {"own_size": own["size"], f"own_size_probe_{key}": own[key]} | over(
-            measured, own, "over_own_size_probe"
-        )
+        found |= {"own_size": own["size"]} | with_edges(own, key, "own_size_probe_")
+        found |= over(measured, own, "over_own_size_probe")
     return found | edges({**results, **found})
 
 

@@ -258,9 +258,10 @@ def _train(
 
 def _about(name: str, path: Path, measure: str) -> dict[str, Any]:
     results = json.loads((path / "results.json").read_text(encoding="utf-8"))
-    seconds = RunFolder.reopen(path).info["seconds"]
-    keys = {"score": measure, "low": f"{measure}_low", "high": f"{measure}_high"}
-    return {"name": name, "seconds": seconds} | {key: results.get(where, 0.0) for key, where in keys.items()}
+    score, low, high = (results.get(measure + end, 0.0) for end in ("", "_low", "_high"))
+    return {
+        "name": name, "seconds": RunFolder.reopen(path).info["seconds"], "score": score, "low": low, "high": high,
+    }  # fmt: skip
 
 
 def _largest_that_fits(

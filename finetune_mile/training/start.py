@@ -26,10 +26,10 @@ from finetune_mile.learning.probe import fit_probe, neighbour_votes
 from finetune_mile.learning.roles import tensors_of
 from finetune_mile.measures.metrics import class_precisions
 from finetune_mile.measures.probing import hits
-from finetune_mile.measures.verdicts import score_of, sets_of, units
+from finetune_mile.measures.verdicts import map_edges, score_of, sets_of, units, with_edges
 from finetune_mile.networks.heads import Features, StandardisedLinear, get_head, set_head
 from finetune_mile.networks.parts import split_head
-from finetune_mile.training.features import FrozenViewer, Split, Store, embed, full_name, stored
+from finetune_mile.training.features import FrozenViewer, Store, embed, full_name, stored
 from finetune_mile.training.plan import HELD_OUT, has_trial, trial_steps
 from finetune_mile.training.setup import Setup
 
@@ -118,26 +118,26 @@ def own_size_lines(setup: Setup, own: int) -> dict[str, object] | None:
         stores = [stored(viewer, trunk, full_name(report), labelled)]
     store = broadcast_object_list(stores)[0]
     cost = OWN_SIZE_SHARE * (len(labelled) + len(images)) * (own / size) ** 2
-    steps = setup.plan.total_steps
-    steps += trial_steps(steps, 1 - HELD_OUT) if has_trial(recipe, len(labelled)) else 0
-    if store is None and (setup.complete is not None or cost > 3 * steps * recipe.batch_size):
+    trial = trial_steps(setup.plan.total_steps, 1 - HELD_OUT) if has_trial(recipe, len(labelled)) else 0
+    if store is None and (
+        setup.complete is not None or cost > 3 * (setup.plan.total_steps + trial) * recipe.batch_size
+    ):
         return None
     if store is None:
-        rows: dict[Split, Indices] = {"train": labelled, "val": images}
-        about = {"init": recipe.init, "data": recipe.data}
         try:
             store = embed(
-                viewer, trunk, arch=full_name(report), about=about, dtype=recipe.feature_dtype, mixed=False, rows=rows
-            )
+                viewer, trunk, arch=full_name(report), about={"init": recipe.init, "data": recipe.data},
+                dtype=recipe.feature_dtype, mixed=False, rows={"train": labelled, "val": images},
+            )  # fmt: skip
         except Problem as problem:  # the run itself does not need them
             sys.stderr.write(f"warning: no probe at {own} pixels: {problem}\n")
             return None
     bank, given, queries = _kept(setup, store, labelled)
     probe = fit_probe(bank, given_matrix(given, setup.num_classes), recipe.activation, seed=recipe.seed)
     logits = Outputs(probe.logits(queries.rows), queries.readable)
-    scores, measured = setup.scores(logits, torch.from_numpy(images))
+    scores, measured = setup.scores(logits, torch.from_numpy(images), intervals=True)
     key = score_of(scores)
-    return None if key is None else {"size": own, key: scores[key]} | units(measured)
+    return None if key is None else {"size": own} | with_edges(scores, key) | units(measured)
 
 
 def _kept(setup: Setup, store: Store, labelled: Indices) -> tuple[Tensor, Tensor, Outputs]:
@@ -171,11 +171,11 @@ def _lines(setup: Setup, bank: Tensor, given: Tensor, queries: Outputs, logits: 
         queries: (n, D) features of the validation images.
         logits: (n, C) of the probe for the queries; on the CPU, as all of these.
     """
-    scores, measured = setup.scores(Outputs(logits, queries.readable), torch.arange(len(logits)))
-    lines = scores | units(measured)
+    val, good, outputs = setup.data.val, queries.readable, Outputs(logits, queries.readable)
+    scores, measured = setup.scores(outputs, torch.arange(len(logits)), intervals=val.given.ndim == 2)
+    lines = scores | units(measured)  # the interval of an accuracy follows from it
     if setup.accelerator.is_main_process:
-        val = setup.data.val
-        good, known = queries.readable, sets_of(val.given, val.truth)
+        known = sets_of(val.given, val.truth)
         votes = neighbour_votes(queries.rows[good], bank, given, setup.num_classes)
         if known.ndim == 1:
             lines["knn_accuracy"] = float(hits(votes.argmax(1), known[good]).nanmean())
@@ -183,6 +183,7 @@ def _lines(setup: Setup, bank: Tensor, given: Tensor, queries: Outputs, logits: 
             truth = known[good] > 0
             (precisions,) = class_precisions(votes[truth.any(1)], [(truth[truth.any(1)], None)])
             lines["knn_map"] = 100 * float(precisions.nanmean())
+            lines |= {f"knn_{key}": value for key, value in map_edges(votes, known[good]).items()}
     return lines
 
 

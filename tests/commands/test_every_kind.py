@@ -65,15 +65,13 @@ def test_a_default_run_leaves_everything_behind(runs, kind):
     folder = runs[kind]
     results = json.loads((folder / "results.json").read_text())
     score = "map" if kind.startswith("several") else "accuracy"
-    assert {
-        score,
-        f"{score}_low",
-        f"{score}_high",
-        f"probe_{score}",
-        f"knn_{score}",
-        f"chance_{score}",
-    } <= results.keys()
-    assert results[f"{score}_low"] <= results[score] <= results[f"{score}_high"]
+    assert {score, f"probe_{score}", f"knn_{score}", f"chance_{score}"} <= results.keys()
+    table = (folder / "report.html").read_text()
+    for key in (score, f"probe_{score}", f"knn_{score}"):
+        low, high = results[f"{key}_low"], results[f"{key}_high"]
+        assert low <= results[key] <= high
+        assert low < high, "also where all is right"
+        assert f"{low:.1f} to {high:.1f}" in table
     assert results["over_probe_low"] <= results["over_probe"] <= results["over_probe_high"]
     assert results["over_probe"] == pytest.approx(results[score] - results[f"probe_{score}"], abs=1e-6)
     for name in ("report.html", "labels.parquet", "per_class.csv", "export/model.safetensors", "export/README.md"):
@@ -207,23 +205,27 @@ def test_refit_trains_on_all_labels_and_keeps_the_scores(data, tmp_path, capsys,
     assert "is finished" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("trunk", ["all", "frozen"])
-def test_a_run_below_the_checkpoints_own_size_is_compared_with_a_probe_at_that_size(data, tmp_path, capsys, trunk):
+@pytest.mark.parametrize(("kind", "trunk"), [("one", "all"), ("one", "frozen"), ("several", "all")])
+def test_a_run_below_the_checkpoints_own_size_is_compared_with_a_probe_at_that_size(
+    data, tmp_path, capsys, kind, trunk
+):
     """64-pixel fine-tuning looked like a success beside its own probe, and was worse than a probe at 224 pixels."""
-    flags = ["--init", "simclr-demo", "--data", data["one"], "--steps", "60", "--batch-size", "8", "--trunk", trunk]
-    flags += ["--set", "workers=0", "--method", "softmax", "--size", "12"]
+    flags = ["--init", "simclr-demo", "--data", data[kind], "--steps", "60", "--batch-size", "8", "--trunk", trunk]
+    flags += ["--set", "workers=0", "--method", "sigmoid", "--size", "12"]
     if trunk == "frozen":  # dear beside such a run, unless the features are kept
-        assert command(["embed", "--init", "simclr-demo", "--data", data["one"]]) == 0
+        assert command(["embed", "--init", "simclr-demo", "--data", data[kind]]) == 0
     assert run([*flags, "--out", str(tmp_path / "run")]) == 0
     results = json.loads((tmp_path / "run/results.json").read_text())
     start = json.loads((tmp_path / "run/start.json").read_text())
     assert start["own_size"]["size"] == results["own_size"] == 24
-    assert results["own_size_probe_accuracy_low"] <= results["own_size_probe_accuracy"]
-    assert results["over_own_size_probe"] == pytest.approx(results["accuracy"] - results["own_size_probe_accuracy"])
+    score = "accuracy" if kind == "one" else "map"
+    probe = f"own_size_probe_{score}"
+    assert results[f"{probe}_low"] <= results[probe] <= results[f"{probe}_high"]
+    assert results["over_own_size_probe"] == pytest.approx(results[score] - results[probe])
     said = capsys.readouterr()
     assert "own 24 pixels" in said.err, "before the first step"
-    assert "own_size_probe_accuracy" in said.out
-    assert "own_size_probe_accuracy" in (tmp_path / "run/report.html").read_text()
+    assert probe in said.out
+    assert probe in (tmp_path / "run/report.html").read_text()
 
 
 def test_a_run_that_a_probe_at_the_own_size_beats_says_what_to_do():
