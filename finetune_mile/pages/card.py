@@ -58,6 +58,10 @@ def model_card(
         "front": yaml.safe_dump(front, sort_keys=False), "form": form, "metrics": metrics, "call": call,
         "pixels": pixels, "init": public_name(facts["init"]), "images": int(results.get("images", 0)),
         "test_images": int(results.get("test_images", 0)), "mean": list(facts["mean"]), "std": list(facts["std"]),
+        "intervals": {
+            key: f"{results[f'{key}_low']:.1f} to {results[f'{key}_high']:.1f}"
+            for key in MEASURES if f"{key}_low" in results
+        },
         "smooth": facts.get("antialias", True) and facts["interpolation"] != "nearest",
     }  # fmt: skip
     pages = Environment(loader=PackageLoader("finetune_mile.pages"), trim_blocks=True, keep_trailing_newline=True)

@@ -72,6 +72,8 @@ def test_a_default_run_leaves_everything_behind(runs, kind):
         assert low <= results[key] <= high
         assert low < high, "also where all is right"
         assert f"{low:.1f} to {high:.1f}" in table
+    card = (folder / "export/README.md").read_text()
+    assert f"| {score} | {round(results[score], 2)} | {results[f'{score}_low']:.1f} to " in card
     assert results["over_probe_low"] <= results["over_probe"] <= results["over_probe_high"]
     assert results["over_probe"] == pytest.approx(results[score] - results[f"probe_{score}"], abs=1e-6)
     for name in ("report.html", "labels.parquet", "per_class.csv", "export/model.safetensors", "export/README.md"):

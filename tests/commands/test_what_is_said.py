@@ -55,6 +55,17 @@ def test_tab_completion_shows_what_there_is_and_no_helpers():
     assert {"__version__", "__doc__", "__file__"} <= set(dir(finetune_mile))
 
 
+def test_readme_links_every_page_and_names_what_others_do_not_find():
+    readme = (ROOT / "README.md").read_text()
+    pages = {f"docs/{path.name}" for path in (ROOT / "docs").iterdir() if path.suffix in (".md", ".ipynb")}
+    linked = set(re.findall(r"\]\(([^)#]+)", readme))
+    assert pages - linked == set()
+    assert [link for link in linked if not link.startswith("http") and not (ROOT / link).exists()] == []
+    first = readme.split("```")[0].lower()
+    for words in ("frozen features", "wrong labels", "several labels", "vision transformers"):
+        assert words in first, "before the first command"
+
+
 # ------------------------------------------------------------------------------------ commands that can be pasted
 
 FLAG = r".+--(resume|recipe|init)|(with|use|it:|it|a|by|backbone:) --data"  # not: `--data X: what is wrong`
