@@ -185,8 +185,9 @@ def _accuracies(
         text = "not measured: published ones are ImageNet's; with a checkpoint, --bank N measures k-NN on this data"
         return [(Check("accuracy", "-", text), None)]
     rows: dict[Split, Indices] = {"val": pick_probe(len(data.val), images or MOST_IMAGES).numpy()}
+    labelled = (one_label_each(data.train.given) >= 0).nonzero().flatten()
     if bank is not None:
-        rows["train"] = pick_probe(len(data.train), bank).numpy()
+        rows["train"] = labelled[pick_probe(len(labelled), bank)].numpy()
     found = _features(setup, init, opened, rows)
     if not setup.accelerator.is_main_process:
         return []
@@ -203,12 +204,12 @@ def _accuracies(
         guesses = neighbours(
             queries, base, one_label_each(labels), setup.num_classes, k=card.knn_k, temperature=card.knn_temperature
         )
-        complete = len(rows["train"]) == len(data.train)
-        what = f"k-NN (k {card.knn_k}) with {len(base):,} of {len(data.train):,} training images"
+        complete = len(rows["train"]) == len(labelled)
+        what = f"k-NN (k {card.knn_k}) with {len(base):,} of {len(labelled):,} training images"
         if published and card.knn_top1 is not None and not complete:
             what += f" (with all, published: {card.knn_top1:g}; --bank all compares)"
-        known = card.knn_top1 if published and complete else None
-        answers.append(_compared("k-NN", what, hits(guesses, given), known, setup.num_classes, card))
+        top1 = card.knn_top1 if published and complete else None
+        answers.append(_compared("k-NN", what, hits(guesses, given), top1, setup.num_classes, card))
     return answers
 
 
@@ -235,10 +236,10 @@ def _features(
         )
         network = opened.network.to(accelerator.device)
         read = {split: viewer.outputs(network, sets[split], some) for split, some in rows.items()}
-    found = {}
-    for split, (features, good) in read.items():
-        found[split] = features[good], sets[split].given[torch.from_numpy(rows[split])][good]
-    return found
+    return {
+        split: (features[good], sets[split].given[torch.from_numpy(rows[split])][good])
+        for split, (features, good) in read.items()
+    }
 
 
 def is_imagenet(setup: Setup) -> bool:

@@ -3,8 +3,10 @@
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from finetune_mile.images.sources import load_data
 from finetune_mile.measures.verdicts import below_own_size
 from finetune_mile.methods import METHODS
 from finetune_mile.run import main as run
+from finetune_mile.training import plan as planning
+from finetune_mile.verbs import quickstart
 
 TINY = [
     "--init", "simclr-demo", "--size", "24", "--steps", "8", "--batch-size", "8", "--set", "workers=0",
@@ -144,6 +148,47 @@ def test_every_verb_takes_every_kind(data, runs, tmp_path, capsys, kind):
     assert command(["plan", *TINY, "--data", where]) == 0
     assert command(["doctor", "--data", where]) == 0
     assert run(["--resume", folder]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_quickstart_and_minutes_end_with_a_model_for_every_kind(data, tmp_path, monkeypatch, capsys, kind):
+    """Nothing is left out but the time: a file that is bad is told once."""
+    monkeypatch.setattr(quickstart, "SEEDS", 1)
+    monkeypatch.setattr(planning, "LEAST_STEPS", 20)
+    measure = "map" if kind.startswith("several") else "accuracy"
+    photos = Path(data[kind].removeprefix("csv:")).parent
+    where = tmp_path / "some photos"
+    shutil.copytree(photos, where)
+    (where / "0.png").write_bytes(b"")
+    words = ["--init", "simclr-demo", "--minutes", "1"]
+    assert command(["quickstart", f"csv:{where / 'photos.csv'}", *words, "--out", str(tmp_path / "quick")]) == 0
+    said = "".join(capsys.readouterr())
+    assert said.count("warning: train image") == 1
+    facts = json.loads((tmp_path / "quick/quickstart.json").read_text())
+    assert facts["measure"] == facts["model"]["measure"] == measure
+    assert facts["model"]["refit_labels"] == (48 if kind.endswith("partly") else 60)
+    run_flags = ["run", *words, "--data", data[kind], "--out", str(tmp_path / "run"), "--refit"]
+    assert command([*run_flags, "--set", "workers=0"]) == 0
+    made = json.loads((tmp_path / "run/minutes.json").read_text())
+    assert made["measure"] == measure
+    assert all(step["low"] <= step["score"] <= step["high"] for step in made["steps"])
+    for folder in (tmp_path / "run", tmp_path / "quick/model"):
+        capsys.readouterr()
+        assert command(["predict", str(folder), str(photos), "--format", "jsonl"]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == 60
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_data_has_the_same_labels_and_preflight_takes_it(data, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("FINETUNE_MILE_CONFIG", str(tmp_path / "config"))
+    packed = f"wds:{tmp_path / 'packed'}"
+    assert command(["pack", data[kind], str(tmp_path / "packed"), "--size", "32"]) == 0
+    before, after = load_data(data[kind]), load_data(packed)
+    for one, other in ((before.train, after.train), (before.val, after.val)):
+        assert list(one.ids) == list(other.ids)
+        assert one.given.equal(other.given)
+    assert command(["preflight", *TINY, "--data", packed, "--bank", "30"]) == 0
 
 
 def test_a_run_of_several_labels_with_a_trial_and_patience(tmp_path):
