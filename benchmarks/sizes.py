@@ -25,13 +25,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from own_photos import ROOT, pair, recorded, run_cell
 
+from finetune_mile.measures.intervals import wilson
+
 KEYS = ("accuracy", "probe", "images")
 
 
 def rows(options: argparse.Namespace) -> Iterator[str]:
-    """The lines of the table: mean over the seeds that were run."""
+    """The lines of the table: mean over the seeds that were run; the interval is of a mean over these test photos."""
     done = recorded(options.record)
-    yield "| photos | pixels | trained layers | seeds | processor minutes | accuracy | its own probe |\n"
+    yield "| photos | pixels | trained layers | seeds | processor minutes | accuracy (95 %) | probe at this size |\n"
     yield "|---|---|---|---|---|---|---|\n"
     for (data, _), size, trunk in product(options.data, options.sizes, options.trunks):
         cells = [done[name] for seed in range(options.seeds) if (name := f"{data}-{size}-{trunk}-{seed}") in done]
@@ -39,7 +41,9 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
             minutes, accuracy, probe = (
                 statistics.fmean(each[key] for each in cells) for key in ("minutes", "accuracy", "probe")
             )
-            yield f"| {data} | {size} | {trunk} | {len(cells)} | {minutes:.1f} | {accuracy:.1f} | {probe:.1f} |\n"
+            low, high = (100 * end for end in wilson(accuracy / 100, cells[0]["images"]))
+            score = f"{accuracy:.1f} ({low:.1f} to {high:.1f})"
+            yield f"| {data} | {size} | {trunk} | {len(cells)} | {minutes:.1f} | {score} | {probe:.1f} |\n"
 
 
 def main() -> None:
