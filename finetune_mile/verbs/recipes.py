@@ -58,13 +58,14 @@ def main(argv: list[str]) -> int:
 
 
 def listed() -> list[tuple[str, str]]:
-    """Names of recipes that a run takes, each with the first line of its comment."""
+    """Names of recipes that a run takes, each with the first sentence of its comment."""
     folder, rows = shipped("recipes"), []
     for path in sorted(folder.rglob("*.yaml")):
         file = path.relative_to(folder)
         if file.parts[0] in NO_RUNS:
             continue
-        comments = (line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
-        about = next((line for line in comments if line and "$schema" not in line), "")
+        lines = path.read_text(encoding="utf-8").splitlines()
+        text = " ".join(line[1:].strip() for line in lines if line.startswith("#") and "$schema" not in line)
+        about = re.split(r"(?<=[.?]) (?=[A-Z])| {2}", text.strip(), maxsplit=1)[0]  # two blanks: a paragraph ends
         rows.append((str(file.with_suffix("")), about))
     return rows

@@ -23,7 +23,9 @@ def photos(tmp_path_factory):
 
 def test_the_list_of_recipes_says_which_flags_choose_scratch(photos, capsys):
     assert main(["recipes", "ls"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("scratch"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.endswith((".", "?"))] == [], "cut off within a sentence"
+    line = next(line for line in lines if line.startswith("scratch"))
     assert {"--init none", "--arch"} <= set(re.findall(r"--init none|--arch", line)), line
     assert main(["run", "--data", str(photos), "--init", "none", "--arch", "resnet-demo", "--explain"]) == 0
     assert "recipe  scratch.yaml" in capsys.readouterr().out
