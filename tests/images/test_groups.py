@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from test_alike import COPIES, scene
 
+from finetune_mile.core.in_memory import named
 from finetune_mile.images import groups
 from finetune_mile.images.alike import NEAR, NEXT, print_of, similarity
 from finetune_mile.images.groups import find_groups
@@ -104,6 +105,28 @@ def test_copies_in_a_folder_are_on_one_side(folder):
     sides = {name: side for side in ("train", "val") for name in getattr(data, side).ids}
     assert len({sides[name] for name in [held, *(n for n in sides if "zz" in n)]}) == 1
     assert "1 group, 5 photos" in data.notes[0]
+
+
+@pytest.mark.parametrize("form", ["csv", "python"])
+def test_copies_are_on_one_side_of_a_list_with_several_labels(tmp_path, form):
+    """Each photo has a smaller copy, saved again under a name that is far from its own."""
+    for number in range(30):
+        photo, copy = scene(number, (64, 48)), f"z{(number * 7) % 30:02}-{number:02}.webp"
+        photo.save(tmp_path / f"{number:02}.jpg")
+        photo.resize((32, 24)).save(tmp_path / copy, quality=60)
+    files = sorted(path.name for path in tmp_path.iterdir())
+    names = [["cat", "dog"][: 1 + int(file.split(".")[0][-1]) % 2] for file in files]
+    if form == "csv":
+        lines = [f"{file},{';'.join(each)}\n" for file, each in zip(files, names, strict=True)]
+        (tmp_path / "photos.csv").write_text("file,labels\n" + "".join(lines))
+        found = load_data(f"csv:{tmp_path / 'photos.csv'}")
+    else:
+        with named(([tmp_path / file for file in files], names)) as (where,):
+            found = load_data(where)
+    train, val = ({name.split(".")[0][-2:] for name in images.ids} for images in (found.train, found.val))
+    assert train & val == set()
+    assert 8 <= len(found.val) <= 16
+    assert any("near-duplicates stay on one side" in note for note in found.notes)
 
 
 def test_photos_that_follow_each_other_may_differ_more(folder):
