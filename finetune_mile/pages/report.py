@@ -14,7 +14,8 @@ from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file
 from finetune_mile.images.index import say_skipped, say_unreadable
 from finetune_mile.images.splits import label_names
-from finetune_mile.measures import closing_rows, say_threshold
+from finetune_mile.measures import closing_rows
+from finetune_mile.measures.labels import best_and_above, say_threshold
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -202,8 +203,6 @@ def gallery(setup: Setup, logits: Outputs, threshold: float | Tensor) -> list[di
         logits: (n, C) on the `gallery_images`.
         threshold: least probability of a label; below it the best one is shown, in parentheses.
     """
-    import torch
-
     from finetune_mile.images.pipeline import centre_view
 
     val, classes, picked = setup.data.val, setup.data.classes, gallery_images(setup)
@@ -214,8 +213,7 @@ def gallery(setup: Setup, logits: Outputs, threshold: float | Tensor) -> list[di
             continue
         truth = None if val.truth is None else set(val.truth[index].nonzero().flatten().tolist())
         above = row > threshold
-        order = row.argsort(descending=True)
-        best = torch.cat([order[:1], order[1:][above[order[1:]]]])[:MOST_FOUND].tolist()
+        best = best_and_above(row, threshold)[:MOST_FOUND]
         predicted = [
             {"text": f"{classes[c]} {row[c]:.2f}" if above[c] else f"({classes[c]} {row[c]:.2f})",
              "right": None if truth is None else c in truth}
