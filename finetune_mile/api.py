@@ -27,7 +27,6 @@ from finetune_mile.training.folder import read_info
 from finetune_mile.verbs import embed as embedding
 from finetune_mile.verbs import evaluate as evaluation
 from finetune_mile.verbs import probe as probing
-from finetune_mile.verbs.embed import stoppable
 
 if TYPE_CHECKING:
     import datasets
@@ -172,6 +171,8 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
     with named(init, data) as (init_name, data_name):
         out = [] if flags.get("out") is None else [str(flags.pop("out"))]
         options, opened = embedding.parse([*_words({"init": init_name, "data": data_name, **flags}), *out])
+        from finetune_mile.training.processes import stoppable
+
         _complete(lambda: stoppable(lambda *processes: stores.append(embedding.compute(options, opened, *processes))))
     splits: tuple[Split, ...] = ("train", "val")
     answer = {}
@@ -194,6 +195,8 @@ def probe(init: Network | Sequence[Network], data: Images, **flags: Any) -> dict
     inits = init if isinstance(init, list | tuple) else [init]
     with named(data, *inits) as (data_name, *names):
         options, opened = probing.parse(_words({"init": names, "data": data_name, **flags}))
+        from finetune_mile.training.processes import stoppable
+
         _complete(lambda: stoppable(lambda *processes: results.append(probing.compute(options, opened, *processes))))
     return results[0] or {}
 

@@ -70,14 +70,10 @@ TOO_WIDE = {
     "training/features.py:embed",
     "training/minutes.py:train_in_time",
     "training/monitor.py:__init__",
-    "verbs/embed.py:features_of",
 }
 TWINS = {"Block", "Monitor", "State"}
 VERBS_OF_VERBS = {
-    ("preflight", "embed"),
     ("preflight", "weights"),
-    ("probe", "embed"),
-    ("quickstart", "embed"),
     ("weights", "weights_check"),
 }
 RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
