@@ -72,10 +72,7 @@ TOO_WIDE = {
     "training/monitor.py:__init__",
 }
 TWINS = {"Block", "Monitor", "State"}
-VERBS_OF_VERBS = {
-    ("preflight", "weights"),
-    ("weights", "weights_check"),
-}
+VERBS_OF_VERBS: set[tuple[str, str]] = set()
 RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
 MOST_STOPS = 10  # files that one checkpoint passes on its way to a network
 BATCH_FILES = 35  # of one batch, command line to gradient; lower it

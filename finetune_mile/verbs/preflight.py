@@ -118,7 +118,7 @@ def _checks(setup: Setup, init: Init, images: int | None, bank: int | None, out:
     """Run the checks, print each as it ends, and sum up; all processes call it."""
     from accelerate.utils import broadcast_object_list
 
-    from finetune_mile.verbs.weights import record, verify_card
+    from finetune_mile.checkpoints.verified import record, verify_card
 
     main = setup.accelerator.is_main_process
     card = find_card(init.name) if init.kind == "card" else None
