@@ -216,14 +216,16 @@ def evaluate(
     with named(data) as (data_name,):
         text = f"run:{model.folder}" if isinstance(model, Run) else str(model)
         options = evaluation.parse(_words({"model": text, "data": data_name, "out": out, **flags}))
-        _complete(lambda: scored.append(evaluation.score(options)))
+        from finetune_mile.training.evaluation import Evaluation
+
+        work = Evaluation.of_flags(options)
+        _complete(lambda: scored.append(work.score()))
     if scored[0] is None:
         return {}
-    results, measured, models, facts, differences = scored[0]
     if out is not None:
-        evaluation.write_evaluation(options.out, results, models[0], measured, facts, options)
-    compared = {key: dataclasses.asdict(each) for key, each in differences.items()}
-    return results | ({"comparison": compared} if compared else {})
+        work.write(scored[0], options.out)
+    compared = {key: dataclasses.asdict(each) for key, each in scored[0].differences.items()}
+    return scored[0].results | ({"comparison": compared} if compared else {})
 
 
 # ------------------------------------------------------------------------------------ from Python to a command's words
