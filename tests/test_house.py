@@ -72,6 +72,8 @@ TOO_WIDE = {
     "training/monitor.py:__init__",
 }
 TWINS = {"Block", "Monitor", "State"}
+MOST_LINES_OF_A_VERB = 150
+TOO_LONG_VERBS = {"preflight"}
 VERBS_OF_VERBS: set[tuple[str, str]] = set()
 RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
 MOST_STOPS = 10  # files that one checkpoint passes on its way to a network
@@ -253,6 +255,12 @@ def test_a_public_class_has_a_name_of_its_own():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(path)
     assert {name for name, found in places.items() if len(found) > 1} == TWINS
+
+
+def test_verbs_are_thin():
+    """They parse, call and print; the work is a function that Python can call too."""
+    lines = {path.stem: len(path.read_text().splitlines()) for path in (PACKAGE / "verbs").glob("*.py")}
+    assert {name for name, count in lines.items() if count > MOST_LINES_OF_A_VERB} == TOO_LONG_VERBS
 
 
 def test_verbs_import_no_verb():

@@ -41,7 +41,7 @@ Part = Literal["val", "train", "all"]
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class Evaluated:
     """What an evaluation found."""
 
     results: dict[str, float]  # of results.json
@@ -83,7 +83,7 @@ class Evaluation:
     def of_flags(cls, options: argparse.Namespace) -> Evaluation:
         return cls(**{each.name: getattr(options, each.name) for each in fields(cls)})
 
-    def score(self) -> Scored | None:
+    def score(self) -> Evaluated | None:
         """The evaluation itself; None in other processes than the first."""
         accelerator = processes.start(
             precision=processes.wanted_precision("no"), seed=self.seed, track="none", project="."
@@ -118,7 +118,7 @@ class Evaluation:
             ours, theirs = measured
             for a, b in ((ours.samples, theirs.samples), (ours.by_class, theirs.by_class)):
                 differences |= compare(a, b, draws=max(self.draws, 1), seed=self.seed)
-        return Scored(self.results(measured[0], first), measured[0], models, facts, differences)
+        return Evaluated(self.results(measured[0], first), measured[0], models, facts, differences)
 
     def predictions(self, source: Init | Path | None, accelerator: Accelerator) -> Predictions:
         """A model's predictions, on all processes, or those of a file.
@@ -185,7 +185,7 @@ class Evaluation:
         labels = sets_of(predictions.given, predictions.truth)
         return results | edges(results, measured.table) | map_edges(ranked, labels)
 
-    def write(self, scored: Scored, out: Path) -> None:
+    def write(self, scored: Evaluated, out: Path) -> None:
         """Write results.json, per_class.csv, eval.json, comparison.json, and logits.parquet if a model made them."""
         first, *others = scored.models
         bad = first.about.get("bad_images") or {}
