@@ -1,4 +1,4 @@
-"""What the run folder of a model says: its recipe, its data, and the images that it was trained on. No torch here."""
+"""A model by its name, and what its run folder says: recipe, data, and images that it was trained on. No torch here."""
 
 from __future__ import annotations
 
@@ -7,13 +7,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune_mile.checkpoints.init import Init
+from finetune_mile.checkpoints.cards import Missing
+from finetune_mile.checkpoints.init import Init, parse_source, read_config
 from finetune_mile.config.resolve import read_yaml
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import anchored, scheme_and_place, split_name
-from finetune_mile.measures.classifiers import run_folder
 from finetune_mile.training.folder import REFIT, read_info
 
 REFITTED = f"{REFIT}/split.json"
+
+
+def parse_model(spec: str, flag: str) -> Init:
+    """Parse --model: `run:DIR`, `timm:NAME`, `hf:NAME` or `hf:DIR`, or a file."""
+    scheme, colon, name = spec.partition(":")
+    if colon and scheme == "run":
+        if not Path(name).is_dir():
+            raise Problem(f"{flag} {spec}: there is no directory {name!r}")
+        if "arch" not in read_config(Path(name)):
+            raise Problem(f"{flag} {spec}: no export in it; a finished run has export/config.json")
+        return Init(spec, "folder", name, flag=flag)
+    if colon and scheme in ("timm", "hf"):
+        if not name:
+            raise Problem(f"{flag} {spec}: the model's name is missing, as in timm:resnet50.a1_in1k")
+        return Init(spec, "hf" if scheme == "hf" else "timm", name, flag=flag)
+    try:
+        return parse_source(spec, flag)
+    except Missing as error:
+        hint = "write run:DIR, timm:NAME, hf:NAME or a checkpoint file"
+        raise Problem(f"{flag} {spec}: no such file; {hint}") from error
+
+
+def run_folder(model: Init) -> Path | None:
+    """The folder of one of our runs or exports; None for all else."""
+    return model.path if model.path and model.kind == "folder" and "arch" in read_config(model.path) else None
 
 
 def is_logits(source: Init | None) -> bool:

@@ -11,9 +11,8 @@ from finetune_mile.config.flags import Parser, check_all
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import LARGEST_BATCH
 from finetune_mile.images.sources import check_truth, split_name
-from finetune_mile.measures.classifiers import parse_model
 from finetune_mile.training.folder import next_folder
-from finetune_mile.training.origin import is_logits, recipe_of
+from finetune_mile.training.origin import is_logits, parse_model, recipe_of
 
 EPILOG = """examples:
   finetune-mile eval --model run:runs/demo-1                        a run, on the data it was trained for
