@@ -170,7 +170,8 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
     stores = []
     with named(init, data) as (init_name, data_name):
         out = [] if flags.get("out") is None else [str(flags.pop("out"))]
-        options, opened = embedding.parse([*_words({"init": init_name, "data": data_name, **flags}), *out])
+        words = _words({"init": init_name, "data": data_name, **flags})
+        options, opened = embedding.check(embedding.build_parser().parse_args([*words, *out]))
         from finetune_mile.training.processes import stoppable
 
         _complete(lambda: stoppable(lambda *processes: stores.append(embedding.compute(options, opened, *processes))))
@@ -194,7 +195,8 @@ def probe(init: Network | Sequence[Network], data: Images, **flags: Any) -> dict
     results = []
     inits = init if isinstance(init, list | tuple) else [init]
     with named(data, *inits) as (data_name, *names):
-        options, opened = probing.parse(_words({"init": names, "data": data_name, **flags}))
+        words = _words({"init": names, "data": data_name, **flags})
+        options, opened = probing.check(probing.build_parser().parse_args(words))
         from finetune_mile.training.processes import stoppable
 
         _complete(lambda: stoppable(lambda *processes: results.append(probing.compute(options, opened, *processes))))

@@ -31,8 +31,8 @@ PRETRAIN_RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
 ROADS = {
     "run": {"statements": 2070, "functions": 418, "files": 61},
     "load": {"statements": 590, "functions": 112, "files": 23},
-    "predict": {"statements": 660, "functions": 118, "files": 29},
-    "imitation": {"statements": 280, "functions": 72, "files": 20},
+    "predict": {"statements": 616, "functions": 114, "files": 29},
+    "imitation": {"statements": 272, "functions": 72, "files": 20},
 }
 # `python -m tests.size`, without paper/; only to be lowered, or raised by what a commit lists. The aim: 14,300.
 STATEMENTS = {

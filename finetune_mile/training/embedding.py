@@ -85,15 +85,14 @@ def check_flags(options: argparse.Namespace, texts: list[str]) -> list[Init]:
         "views": (0, MOST_VIEWS),
     }  # fmt: skip
     inits: list[Init] = []
-
-    def find_checkpoints() -> None:
-        split_name(options.data)
-        for text in texts:
-            inits.append(parse_init(text))
-            if inits[-1].kind == "card":
-                fetch_card(find_card(inits[-1].name))
-
-    check_all(outside(options, **{name: ranges[name] for name in ranges if name in options}), find_checkpoints)
+    check_all(
+        outside(options, **{name: ranges[name] for name in ranges if name in options}),
+        lambda: split_name(options.data),
+        lambda: inits.extend(map(parse_init, texts)),
+    )
+    for init in inits:
+        if init.kind == "card":
+            fetch_card(find_card(init.name))
     return inits
 
 

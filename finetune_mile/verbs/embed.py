@@ -43,15 +43,10 @@ def build_parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options, init = parse(argv)
+    options, init = check(build_parser().parse_args(argv))
     from finetune_mile.training.processes import stoppable
 
     return stoppable(lambda accelerator, signals: _embed(options, init, accelerator, signals))
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, Init]:
-    """The flags, and the checkpoint of --init."""
-    return check(build_parser().parse_args(argv))
 
 
 def check(options: argparse.Namespace) -> tuple[argparse.Namespace, Init]:

@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
     """The evaluation; from here on torch is needed."""
     from rich.console import Console
 
-    from finetune_mile.pages.tables import comparison_table, scores_table
+    from finetune_mile.training.display import comparison_table, scores_table
     from finetune_mile.training.evaluation import Evaluation
 
     evaluation = Evaluation.of_flags(options)

@@ -9,19 +9,14 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finetune_mile.checkpoints.init import parse_source
 from finetune_mile.config.flags import Parser, check_all, outside
 from finetune_mile.core.console import progress
 from finetune_mile.core.files import check_empty
+from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
-from finetune_mile.images.named import names_in
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from finetune_mile.checkpoints.loading import Opened
+from finetune_mile.images.index import ENDINGS, count_endings, say_unreadable, scan_tree
 
 EPILOG = """examples:
   finetune-mile predict runs/demo-1 photo.jpg holiday/
@@ -59,28 +54,13 @@ def main(argv: list[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")  # the name of a file need not be UTF-8
     names = _check(options)
-    from finetune_mile.checkpoints.classifier import open_with_head
-    from finetune_mile.checkpoints.exporting import thresholds_of
-    from finetune_mile.training.processes import use_threads
-
-    use_threads()
-    opened = open_with_head(options.run, "RUN")
-    thresholds = thresholds_of(opened.config, opened.report.classifier, options.run)
-    if options.threshold is not None:
-        thresholds.fill_(options.threshold)
-    began = time.monotonic()
     try:
-        skipped = _predict(options, names, opened, thresholds)
-        sys.stdout.flush()
+        return _predict(options, names)
     except BrokenPipeError:  # such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    seconds, read = time.monotonic() - began, len(names) - skipped
-    bad = f", {skipped:,} skipped" if skipped else ""
-    sys.stderr.write(f"{read:,} image{'' if read == 1 else 's'} in {seconds:.1f} s ({read / seconds:.1f}/s){bad}\n")
-    return 1 if skipped else 0
 
 
 def _check(options: argparse.Namespace) -> list[str]:
@@ -98,17 +78,46 @@ def _check(options: argparse.Namespace) -> list[str]:
         problems,
         lambda: parse_source(options.run, "RUN"),
         lambda: check_empty(options.annotate, "--annotate") if options.annotate else None,
-        lambda: names.extend(name for word in options.images for name in names_in(word)),
+        lambda: names.extend(name for word in options.images for name in _names_in(word)),
     )
     return names
 
 
-def _predict(options: argparse.Namespace, names: list[str], opened: Opened, thresholds: Tensor) -> int:
-    """Print the labels of every image as soon as its batch is done; returns how many images were skipped."""
+def _names_in(word: str) -> list[str]:
+    if word == "-":
+        text = sys.stdin.read()
+        names = [name for name in text.split("\0" if "\0" in text else "\n") if name.strip()]
+        if not names:
+            raise Problem("IMAGES -: no names on stdin; write one to a line")
+        return names
+    path = Path(word)
+    if not path.is_dir():
+        if not path.exists():
+            raise Problem(f"IMAGES {word}: there is no such file or folder")
+        return [word]
+    scan = scan_tree(path, f"IMAGES {word}")
+    if len(scan.unread):
+        sys.stderr.write(f"warning: {word}: {say_unreadable(count_endings(scan.unread))}\n")
+    if not len(scan.names):
+        raise Problem(f"IMAGES {word}: no images in this folder or below it ({', '.join(ENDINGS)})")
+    return [str(path / name) for name in scan.names]
+
+
+def _predict(options: argparse.Namespace, names: list[str]) -> int:
+    """Print the labels of every image as soon as its batch is done."""
     from accelerate import PartialState
 
+    from finetune_mile.checkpoints.classifier import open_with_head
+    from finetune_mile.checkpoints.exporting import thresholds_of
     from finetune_mile.measures.labels import labelled, photos, say_labels, say_threshold
+    from finetune_mile.training.processes import use_threads
 
+    use_threads()
+    opened = open_with_head(options.run, "RUN")
+    thresholds = thresholds_of(opened.config, opened.report.classifier, options.run)
+    if options.threshold is not None:
+        thresholds.fill_(options.threshold)
+    began, skipped, taken = time.monotonic(), 0, set[Path]()
     images, out = photos(names), sys.stdout  # the progress bar replaces it while it is shown
     one = float(f"{thresholds[0]:.6g}") if bool((thresholds == thresholds[0]).all()) else None  # 0.1 of float32 is 0.1
     width = min(max(map(len, names)), WIDEST)
@@ -116,7 +125,6 @@ def _predict(options: argparse.Namespace, names: list[str], opened: Opened, thre
         out.write("image,label,probability\n")
     elif options.format == "table":
         out.write(f"{'image':<{width}}  labels above {say_threshold(thresholds)}, else (the best one)\n")
-    skipped, taken = 0, set[Path]()
     found = labelled(
         opened, images, thresholds, device=str(PartialState().device), batch_size=options.batch_size,
         workers=options.workers,
@@ -135,4 +143,8 @@ def _predict(options: argparse.Namespace, names: list[str], opened: Opened, thre
                 from finetune_mile.pages.annotated import write_copy
 
                 write_copy(images, sample, labels, options.annotate, taken)
-    return skipped
+    out.flush()
+    seconds, read = time.monotonic() - began, len(names) - skipped
+    bad = f", {skipped:,} skipped" if skipped else ""
+    sys.stderr.write(f"{read:,} image{'' if read == 1 else 's'} in {seconds:.1f} s ({read / seconds:.1f}/s){bad}\n")
+    return 1 if skipped else 0
