@@ -25,9 +25,9 @@ from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.index import Files, ImageSet
 from finetune_mile.images.pipeline import decode_from, default_workers
+from finetune_mile.measures.labels import labelled
 from finetune_mile.networks.heads import build, new_head
 from finetune_mile.training.processes import use_threads
-from finetune_mile.verbs.predict import labelled
 
 
 def timed(run: Callable[[], None]) -> tuple[float, float]:

@@ -27,7 +27,6 @@ from finetune_mile.training.folder import read_info
 from finetune_mile.verbs import embed as embedding
 from finetune_mile.verbs import evaluate as evaluation
 from finetune_mile.verbs import probe as probing
-from finetune_mile.verbs.embed import stoppable
 
 if TYPE_CHECKING:
     import datasets
@@ -171,7 +170,10 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
     stores = []
     with named(init, data) as (init_name, data_name):
         out = [] if flags.get("out") is None else [str(flags.pop("out"))]
-        options, opened = embedding.parse([*_words({"init": init_name, "data": data_name, **flags}), *out])
+        words = _words({"init": init_name, "data": data_name, **flags})
+        options, opened = embedding.check(embedding.build_parser().parse_args([*words, *out]))
+        from finetune_mile.training.processes import stoppable
+
         _complete(lambda: stoppable(lambda *processes: stores.append(embedding.compute(options, opened, *processes))))
     splits: tuple[Split, ...] = ("train", "val")
     answer = {}
@@ -193,7 +195,10 @@ def probe(init: Network | Sequence[Network], data: Images, **flags: Any) -> dict
     results = []
     inits = init if isinstance(init, list | tuple) else [init]
     with named(data, *inits) as (data_name, *names):
-        options, opened = probing.parse(_words({"init": names, "data": data_name, **flags}))
+        words = _words({"init": names, "data": data_name, **flags})
+        options, opened = probing.check(probing.build_parser().parse_args(words))
+        from finetune_mile.training.processes import stoppable
+
         _complete(lambda: stoppable(lambda *processes: results.append(probing.compute(options, opened, *processes))))
     return results[0] or {}
 
@@ -213,14 +218,16 @@ def evaluate(
     with named(data) as (data_name,):
         text = f"run:{model.folder}" if isinstance(model, Run) else str(model)
         options = evaluation.parse(_words({"model": text, "data": data_name, "out": out, **flags}))
-        _complete(lambda: scored.append(evaluation.score(options)))
+        from finetune_mile.training.evaluation import Evaluation
+
+        work = Evaluation.of_flags(options)
+        _complete(lambda: scored.append(work.score()))
     if scored[0] is None:
         return {}
-    results, measured, models, facts, differences = scored[0]
     if out is not None:
-        evaluation.write_evaluation(options.out, results, models[0], measured, facts, options)
-    compared = {key: dataclasses.asdict(each) for key, each in differences.items()}
-    return results | ({"comparison": compared} if compared else {})
+        work.write(scored[0], options.out)
+    compared = {key: dataclasses.asdict(each) for key, each in scored[0].differences.items()}
+    return scored[0].results | ({"comparison": compared} if compared else {})
 
 
 # ------------------------------------------------------------------------------------ from Python to a command's words

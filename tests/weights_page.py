@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from finetune_mile.checkpoints.cards import read_card
+from finetune_mile.checkpoints.inspecting import TOLERANCE, compare
 from finetune_mile.core.files import shipped
 from finetune_mile.core.problems import Problem, tell
-from finetune_mile.verbs.weights_check import TOLERANCE, compare
 
 _STRONG = """\
 ## Good weights in one word

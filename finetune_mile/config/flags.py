@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, get_args
 
@@ -229,3 +230,28 @@ def _number(text: str) -> int | float | str:
 
 def _empty(flag: str) -> str:
     return f"{flag}: the value is empty; write {flag} VALUE, or leave out the flag"
+
+
+# ------------------------------------------------------------------------------------ checks of every verb
+
+
+def outside(options: argparse.Namespace, **ranges: tuple[int, int]) -> list[str]:
+    """A sentence for each flag whose number is below the first or above the second one of its range."""
+    given = {name: getattr(options, name) for name in ranges if getattr(options, name) is not None}
+    return [
+        f"--{name.replace('_', '-')} {value}: must be from {ranges[name][0]} to {ranges[name][1]:,}"
+        for name, value in given.items()
+        if not ranges[name][0] <= value <= ranges[name][1]
+    ]
+
+
+def check_all(sentences: Iterable[str], *checks: Callable[[], object]) -> None:
+    """Raise one `Problem` with all sentences and those of every check that raises one."""
+    problems = list(sentences)
+    for check in checks:
+        try:
+            check()
+        except Problem as problem:
+            problems += problem.sentences
+    if problems:
+        raise Problem(*problems)

@@ -16,6 +16,11 @@ def progress(
 ) -> Iterator[Callable[[int], None]]:
     """A bar that is gone when the block ends, or lines; the block gets a function that adds to it."""
     from rich.console import Console  # here: --help must not wait for it
+
+    console = Console(stderr=True)
+    if not quiet and not console.is_terminal:
+        yield _lines(title, total, start, in_bytes=in_bytes)
+        return
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -26,10 +31,6 @@ def progress(
         TransferSpeedColumn,
     )
 
-    console = Console(stderr=True)
-    if not quiet and not console.is_terminal:
-        yield _lines(title, total, start, in_bytes=in_bytes)
-        return
     units = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(), TimeRemainingColumn())
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *units)
     with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
@@ -39,14 +40,14 @@ def progress(
 
 def _lines(title: str, total: int | None, done: int, *, in_bytes: bool) -> Callable[[int], None]:
     """Add to a count that is printed every PLAIN_SECONDS."""
-    from rich.filesize import decimal
-
     last = time.monotonic()
 
     def advance(amount: int) -> None:
         nonlocal done, last
         done += amount
         if time.monotonic() - last > PLAIN_SECONDS:
+            from rich.filesize import decimal
+
             last = time.monotonic()
             shown = [decimal(number) if in_bytes else f"{number:,}" for number in (done, total) if number is not None]
             sys.stderr.write(f"{title}: {' of '.join(shown)}\n")

@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, log, sqrt
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,6 +43,8 @@ MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 2**26)  # 179 million: PIL's own li
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # Markers that have no length (RST, SOI, EOI, TEM), the scan (SOS), and 0, which is none: no frame header came before.
 _ENDS = frozenset([*range(0xD0, 0xDB), 0x00, 0x01])
+_FILL = 0xFF  # a byte between two segments
+_SEGMENT = struct.Struct(">xBHxHH")  # marker and length; of a frame header also height and width
 PIL_ERRORS = (
     OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, struct.error, Image.DecompressionBombError,
 )  # fmt: skip
@@ -103,23 +105,16 @@ def _jpeg_size_is_safe(data: bytes) -> bool:
     Raises:
         BadImage: there are more than `MOST_PIXELS`.
     """
-    at, end = 2, len(data) - 9
-    while at < end and data[at] == 0xFF:
-        marker = data[at + 1]
-        if marker == 0xFF:  # a fill byte
-            at += 1
-        elif marker in _FRAMES:
-            height, width = data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
+    at = 2
+    while at < len(data) - 9 and data[at] == 0xFF:
+        marker, length, height, width = _SEGMENT.unpack_from(data, at)
+        if marker in _FRAMES:
             if height * width > MOST_PIXELS:
                 raise BadImage(f"{width:,} x {height:,} pixels are too many (at most {MOST_PIXELS:,})")
             return True
-        elif marker in _ENDS:
+        if marker in _ENDS or (marker != _FILL and length < 2):
             return False
-        else:
-            length = data[at + 2] << 8 | data[at + 3]
-            if length < 2:
-                return False
-            at += 2 + length
+        at += 1 if marker == _FILL else 2 + length
     return False
 
 
@@ -201,11 +196,10 @@ def resized(image: Tensor, box: Box, preprocess: Preprocess) -> Tensor:
     """
     top, left, height, width = box
     part = image[:, top : top + height, left : left + width].unsqueeze(0)
-    size = (preprocess.size, preprocess.size)
-    if preprocess.interpolation == "nearest":
-        return interpolate(part, size, mode="nearest").squeeze(0)
-    part = part.contiguous(memory_format=torch.channels_last)
-    return interpolate(part, size, mode=preprocess.interpolation, antialias=preprocess.antialias).squeeze(0)
+    return interpolate(
+        part.contiguous(memory_format=torch.channels_last), preprocess.size, mode=preprocess.interpolation,
+        antialias=preprocess.antialias and preprocess.interpolation != "nearest",
+    ).squeeze(0)  # fmt: skip
 
 
 def crop_box(height: int, width: int, scale: tuple[float, float], draws: Sequence[float]) -> Box:
@@ -268,69 +262,54 @@ def erased(image: Tensor, mean: Sequence[float], draws: Sequence[float]) -> Tens
 # ------------------------------------------------------------------------------------ batches
 
 
+@dataclass(eq=False)
 class Views(Dataset[tuple[Batch, dict[int, str]]]):
     """The views of an image set; a whole batch of keys (epoch, sample) is read at once.
 
     A training image that cannot be read is replaced by the next one of its pool, with the draws of its own key: the
     replacement depends neither on workers nor on processes. An evaluation image that cannot be read is black, and the
     caller leaves out the samples in `bad`, which are there once the batch has come out of `batches`.
-
-    Args:
-        images: all images of a split.
-        preprocess: the input that the network expects.
-        augmentation: for training; None: the evaluation view.
-        seed: of the augmentation.
-        pool: sorted samples that a bad one is replaced from; None: all.
-        on_bad: told, in the process that takes the batches, of samples that could not be read.
     """
 
-    def __init__(
-        self,
-        images: ImageSet,
-        preprocess: Preprocess,
-        augmentation: Augmentation | None,
-        seed: int,
-        *,
-        pool: Indices | None = None,
-        on_bad: Callable[[Mapping[int, str]], None] | None = None,
-    ) -> None:
-        self.images, self.preprocess, self.augmentation, self.seed = images, preprocess, augmentation, seed
-        self.pool, self.on_bad = pool, on_bad
-        self.weak: Augmentation | None = None  # of a second view with draws of its own, `Batch.weak`
-        self.bad: dict[int, str] = {}
+    images: ImageSet  # all of a split
+    preprocess: Preprocess  # the input that the network expects
+    augmentation: Augmentation | None  # for training; None: the evaluation view
+    seed: int  # of the augmentation
+    pool: Indices | None = field(
+        default=None, kw_only=True
+    )  # sorted samples that a bad one is replaced from; None: all
+    # Told, in the process that takes the batches, of samples that could not be read.
+    on_bad: Callable[[Mapping[int, str]], None] | None = field(default=None, kw_only=True)
+    weak: Augmentation | None = field(default=None, init=False)  # of a second view with draws of its own, `Batch.weak`
+    bad: dict[int, str] = field(default_factory=dict, init=False)
 
     def read(self, keys: list[Key]) -> tuple[Batch, dict[int, str]]:
         """The batch of `keys`, and the samples that could not be read, with the reason.
 
         The reasons are returned because a loader process has no other way to report them.
         """
-        samples = np.array([sample for _, sample in keys])
         bad: dict[int, str] = {}
-        images, shown = zip(*(self._read(int(sample), bad) for sample in samples), strict=True)
-        epochs = np.array([epoch for epoch, _ in keys])
-
-        def stack(augmentation: Augmentation, seed: int) -> Tensor:
-            draws = uniforms(seed, epochs, samples, DRAWS).tolist()
-            return torch.stack(
-                [
-                    random_view(image, self.preprocess, augmentation, draw)
-                    for image, draw in zip(images, draws, strict=True)
-                ]
-            )
-
+        images, shown = zip(*(self._read(sample, bad) for _, sample in keys), strict=True)
+        index = torch.tensor(shown)
+        labels, weak = self.images.given[index], None
         if self.augmentation is None:
             views = torch.stack([centre_view(image, self.preprocess) for image in images])
         else:
-            views = stack(self.augmentation, self.seed)
-        weak = None if self.weak is None else stack(self.weak, self.seed + WEAK_SEED)
-        index = torch.tensor(shown)
-        return Batch(views, self.images.given[index], index, weak), bad
+            views = self._augmented(images, keys, self.augmentation, self.seed)
+            weak = None if self.weak is None else self._augmented(images, keys, self.weak, self.seed + WEAK_SEED)
+        return Batch(views, labels, index, weak), bad
 
     __getitems__ = read  # what torch's loader calls
 
     def reads_the_same(self, other: Views) -> bool:
         """Has the other one the same images and preprocessing? Only for plain views."""
         return type(self) is type(other) and self.images is other.images and self.preprocess == other.preprocess
+
+    def _augmented(self, images: Iterable[Tensor], keys: list[Key], augmentation: Augmentation, seed: int) -> Tensor:
+        epochs, samples = np.array(keys).T
+        draws = uniforms(seed, epochs, samples, DRAWS).tolist()
+        pairs = zip(images, draws, strict=True)
+        return torch.stack([random_view(image, self.preprocess, augmentation, draw) for image, draw in pairs])
 
     def _read(self, sample: int, bad: dict[int, str]) -> tuple[Tensor, int]:
         """The image (3, H, W) of a sample, or of its replacement; and the sample that it is of."""
@@ -359,39 +338,6 @@ def batches(views: Views, keys: Iterable[list[Key]], *, workers: int, pin: bool)
     return _report_bad(views, _started(loader))
 
 
-class Readers:
-    """Loader processes for every pass over plain images; they stay, because starting them takes seconds.
-
-    They know the image sets that were asked for so far; another one starts them anew.
-
-    Args:
-        workers: processes.
-        pin: into memory that a GPU copies from while it computes.
-        batch_size: images that a pass shows at a time.
-    """
-
-    def __init__(self, *, workers: int, pin: bool, batch_size: int) -> None:
-        self.workers, self.pin, self.batch_size = workers, pin, batch_size
-        self._known: list[Views] = []
-        self._requests = _Requests()
-        self._loader: DataLoader[tuple[Batch, dict[int, str]]] | None = None
-
-    def batches(self, views: Views, keys: Iterable[list[Key]]) -> Iterator[Batch]:
-        """As the function `batches`; a pass that was not taken to its end is over when the next one begins."""
-        if self.workers == 0 or views.augmentation is not None:
-            return batches(views, keys, workers=self.workers, pin=self.pin)
-        number = next((n for n, known in enumerate(self._known) if known.reads_the_same(views)), len(self._known))
-        if number == len(self._known):
-            self._known.append(views)
-            self._loader = DataLoader(
-                _Several(self._known), batch_sampler=self._requests, num_workers=self.workers, collate_fn=_unchanged,
-                pin_memory=self.pin, worker_init_fn=_serve_one_process, persistent_workers=True,
-            )  # fmt: skip
-        assert self._loader is not None
-        self._requests.passed = ((number, each) for each in keys)
-        return _report_bad(views, _started(self._loader))
-
-
 class _Requests:
     """The sampler of `Readers`: in each pass, which views and which keys."""
 
@@ -410,12 +356,43 @@ class _Several(Dataset[tuple[Batch, dict[int, str]]]):
         return self.known[number].read(keys)
 
 
+@dataclass(slots=True, kw_only=True)
+class Readers:
+    """Loader processes for every pass over plain images; they stay, because starting them takes seconds.
+
+    They know the image sets that were asked for so far; another one starts them anew.
+    """
+
+    workers: int  # processes
+    pin: bool  # into memory that a GPU copies from while it computes
+    batch_size: int  # images that a pass shows at a time
+    _known: list[Views] = field(default_factory=list, init=False)
+    _requests: _Requests = field(default_factory=_Requests, init=False)
+    _loader: DataLoader[tuple[Batch, dict[int, str]]] | None = field(default=None, init=False)
+
+    def batches(self, views: Views, keys: Iterable[list[Key]]) -> Iterator[Batch]:
+        """As the function `batches`; a pass that was not taken to its end is over when the next one begins."""
+        if self.workers == 0 or views.augmentation is not None:
+            return batches(views, keys, workers=self.workers, pin=self.pin)
+        number = next((n for n, known in enumerate(self._known) if known.reads_the_same(views)), len(self._known))
+        if number == len(self._known):
+            self._known.append(views)
+            self._loader = DataLoader(
+                _Several(self._known), batch_sampler=self._requests, num_workers=self.workers, collate_fn=_unchanged,
+                pin_memory=self.pin, worker_init_fn=_serve_one_process, persistent_workers=True,
+            )  # fmt: skip
+        assert self._loader is not None
+        self._requests.passed = ((number, each) for each in keys)
+        return _report_bad(views, _started(self._loader))
+
+
 def _started(loader: DataLoader[tuple[Batch, dict[int, str]]]) -> Iterator[tuple[Batch, dict[int, str]]]:
     """The batches of a loader, whose processes start here, not at the first batch."""
     loaded = iter(loader)
-    _LOADERS.update(getattr(loaded, "_workers", ()))
-    atexit.unregister(_end_loaders)
-    atexit.register(_end_loaders)  # the last one is the first to be called, before those of torch and multiprocessing
+    if loader.num_workers:
+        _LOADERS.update(loaded._workers)  # type: ignore[attr-defined]
+        atexit.unregister(_end_loaders)
+        atexit.register(_end_loaders)  # the last is the first to be called, before those of torch and multiprocessing
     return loaded
 
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # The measures that a reader looks for first: key in results.json, meaning, unit.
 CLOSING = (
@@ -48,14 +44,6 @@ def closing_rows(results: Mapping[str, float], method: str | None = None) -> lis
         for key, meaning, unit in CLOSING
         if prefix + key in results and not (single and key == "coverage@0.25")
     ]
-
-
-def say_threshold(threshold: float | Tensor) -> str:
-    """One threshold as a number, thresholds of the classes (C,) as their range."""
-    if isinstance(threshold, float | int):
-        return f"{threshold:g}"
-    low, high = float(threshold.min()), float(threshold.max())
-    return f"{low:.6g}" if low == high else f"the threshold of their class, {low:.2f} to {high:.2f}"
 
 
 def say_images(results: Mapping[str, float], *, trial: bool, share: float, step: int) -> list[str]:

@@ -1,7 +1,4 @@
-"""Any classifier by its name, and its logits: a run of ours, a timm model, one on the hub, a file with a head.
-
-No torch before a model is opened.
-"""
+"""Any classifier by its name, and its logits: a run of ours, a timm model, one on the hub, a file with a head."""
 
 from __future__ import annotations
 
@@ -11,20 +8,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from finetune_mile.checkpoints.cards import Missing
-from finetune_mile.checkpoints.init import Init, parse_source, read_config
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from PIL import Image
+from torch import Tensor, nn
+
+from finetune_mile.checkpoints.classifier import open_with_head
+from finetune_mile.checkpoints.init import Init
+from finetune_mile.checkpoints.readers import read
+from finetune_mile.compute.passes import outputs_of
 from finetune_mile.core.console import progress
+from finetune_mile.core.cores import local_processes
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.index import ImageSet, allowed
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from torch import Tensor, nn
-
-    from finetune_mile.measures.metrics import Activation
+from finetune_mile.images.pipeline import Readers, Views, default_workers, normalise
+from finetune_mile.measures.metrics import Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,36 +43,11 @@ class Classifier:
     activation: Activation
 
 
-def parse_model(spec: str, flag: str) -> Init:
-    """Parse --model: `run:DIR`, `timm:NAME`, `hf:NAME` or `hf:DIR`, or a file."""
-    scheme, colon, name = spec.partition(":")
-    if colon and scheme == "run":
-        if not Path(name).is_dir():
-            raise Problem(f"{flag} {spec}: there is no directory {name!r}")
-        if "arch" not in read_config(Path(name)):
-            raise Problem(f"{flag} {spec}: no export in it; a finished run has export/config.json")
-        return Init(spec, "folder", name, flag=flag)
-    if colon and scheme in ("timm", "hf"):
-        if not name:
-            raise Problem(f"{flag} {spec}: the model's name is missing, as in timm:resnet50.a1_in1k")
-        return Init(spec, "hf" if scheme == "hf" else "timm", name, flag=flag)
-    try:
-        return parse_source(spec, flag)
-    except Missing as error:
-        hint = "write run:DIR, timm:NAME, hf:NAME or a checkpoint file"
-        raise Problem(f"{flag} {spec}: no such file; {hint}") from error
-
-
-def run_folder(model: Init) -> Path | None:
-    """The folder of one of our runs or exports; None for all else."""
-    return model.path if model.path and model.kind == "folder" and "arch" in read_config(model.path) else None
-
-
 def open_classifier(model: Init, *, weights: str | None, num_classes: int, seed: int) -> Classifier:
     """Open a model with its own head.
 
     Args:
-        model: as `parse_model` returns it.
+        model: as `origin.parse_model` returns it.
         weights: for timm: a file instead of the published weights, or `none` for random ones.
         num_classes: of the data; random weights get as many.
         seed: of random weights.
@@ -78,8 +56,6 @@ def open_classifier(model: Init, *, weights: str | None, num_classes: int, seed:
         return _open_timm(model, weights, num_classes, seed)
     if weights is not None:
         raise Problem(f"--weights {weights} goes with {model.flag} timm:NAME; {model} has its own")
-    from finetune_mile.checkpoints.classifier import open_with_head
-
     opened = open_with_head(model, model.flag)
     return Classifier(
         name=model.text, network=opened.network, num_classes=opened.report.classifier, classes=opened.classes,
@@ -89,7 +65,6 @@ def open_classifier(model: Init, *, weights: str | None, num_classes: int, seed:
 
 def _open_timm(model: Init, weights: str | None, num_classes: int, seed: int) -> Classifier:
     import timm
-    import torch
     from timm.data import create_transform, resolve_data_config
 
     name = model.name
@@ -126,8 +101,6 @@ def _open_timm(model: Init, weights: str | None, num_classes: int, seed: int) ->
 def _with_file(name: str, path: Path) -> Any:
     """A timm network with the weights of a file, read as every file is; its head is as wide as the file's."""
     import timm
-
-    from finetune_mile.checkpoints.readers import read
 
     head = timm.get_pretrained_cfg_value(name, "classifier") or "fc"
     head = head if isinstance(head, str) else head[0]
@@ -186,14 +159,6 @@ def logits_of(
         batch_size: over all processes.
         workers: loader processes; None: from the cores.
     """
-    import numpy as np
-    import torch
-    from accelerate.utils import gather_object
-
-    from finetune_mile.compute.passes import outputs_of
-    from finetune_mile.core.cores import local_processes
-    from finetune_mile.images.pipeline import Readers, Views, default_workers, normalise
-
     world, device = accelerator.num_processes, accelerator.device
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (model.preprocess.mean, model.preprocess.std))
     if model.transform is not None:
@@ -222,6 +187,4 @@ def logits_of(
 
 def _as_timm(read: Callable[[int], Tensor], transform: Callable[[Any], Tensor], index: int) -> Tensor:
     """One image through timm's own evaluation transform, on PIL images as timm does it, without the normalisation."""
-    from PIL import Image
-
     return transform(Image.fromarray(read(index).permute(1, 2, 0).numpy()))

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 Activation = Literal["softmax", "sigmoid"]
 SetRule = Literal["threshold", "argmax_or_threshold", "argmax"]
 BLOCK = 1 << 23  # scores that are ranked at once
-BUCKETS = 1 << 14  # rows at least this long are counted in buckets, shorter ones are sorted
-
-Floats = npt.NDArray[np.floating[Any]]
 THRESHOLDS = (0.25, 0.5)
 PRIOR = 20  # positives of all classes together that each class's own are mixed with, to choose its threshold
 RULES: tuple[SetRule, ...] = ("threshold", "argmax_or_threshold", "argmax")
@@ -317,7 +313,7 @@ def average_precisions(scores: Tensor, targets: Sequence[tuple[Tensor, Tensor | 
         targets: pairs (positive, left_out) of (R, M) booleans; what is left out is neither right nor wrong.
     """
     listed = [_listed(scores, positive, torch.inf) for positive, _ in targets]
-    ranks = count_at_least(scores, torch.cat([values for values, _ in listed], 1))
+    ranks = _at_least(sorted_rows(scores), torch.cat([values for values, _ in listed], 1))
     precisions = []
     pairs = zip(targets, listed, ranks.split([values.shape[1] for values, _ in listed], 1), strict=True)
     for (_, left_out), (values, sizes), among in pairs:
@@ -334,7 +330,7 @@ def average_precisions(scores: Tensor, targets: Sequence[tuple[Tensor, Tensor | 
 
 def _listed(scores: Tensor, flags: Tensor, fill: float) -> tuple[Tensor, Tensor]:
     """The flagged scores of each row, packed to the left (R, K) and filled up, and their number (R,)."""
-    rows, columns = where_true(flags)
+    rows, columns = flags.nonzero(as_tuple=True)
     sizes = torch.bincount(rows, minlength=len(flags))
     starts = sizes.cumsum(0) - sizes
     shape = (len(flags), int(sizes.max()) if len(sizes) else 0)
@@ -343,47 +339,9 @@ def _listed(scores: Tensor, flags: Tensor, fill: float) -> tuple[Tensor, Tensor]
     return packed, sizes
 
 
-def where_true(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the true elements of (N, C), row by row."""
-    flat = torch.from_numpy(np.flatnonzero(flags.contiguous().numpy()))
-    width = max(flags.shape[1], 1)
-    return flat // width, flat % width
-
-
 def _at_least(ordered: Tensor, values: Tensor) -> Tensor:
     """How many of each ascending row (R, M) are no less than each of its values (R, K): (R, K)."""
     return ordered.shape[1] - torch.searchsorted(ordered.contiguous(), values.contiguous())
-
-
-def count_at_least(scores: Tensor, values: Tensor) -> Tensor:
-    """How many scores of each row (R, M) are no less than some of its own scores, or infinity, (R, K): (R, K)."""
-    if scores.shape[1] < BUCKETS:
-        return _at_least(sorted_rows(scores), values)
-    counts = np.zeros(values.shape, dtype=np.int64)
-    for row, own, out in zip(scores.numpy(), values.numpy(), counts, strict=True):
-        real = own < np.inf
-        out[real] = _count_in_long_row(row, own[real])
-    return torch.from_numpy(counts)
-
-
-def _count_in_long_row(row: Floats, values: Floats) -> npt.NDArray[np.int64]:
-    """How many of (M,) are no less than each of a few of its own values (K,): exact, without a sort of all.
-
-    The range is cut into buckets, which are counted; only elements that share a bucket with a value are sorted.
-    """
-    low, high = row.min(), row.max()
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        scale = row.dtype.type(BUCKETS - 1) / (high - low)
-    if not (np.isfinite(low) and np.isfinite(high) and np.isfinite(scale)):
-        return len(row) - np.searchsorted(np.sort(row), values)
-    bucket, value_bucket = (((part - low) * scale).astype(np.intp) for part in (row, values))
-    marked = np.zeros(BUCKETS, dtype=bool)
-    marked[value_bucket] = True
-    near = np.sort(row[marked[bucket]])
-    counts = np.where(marked, 0, np.bincount(bucket, minlength=BUCKETS))
-    above = counts.sum() - counts.cumsum()
-    total: npt.NDArray[np.int64] = len(near) - np.searchsorted(near, values) + above[value_bucket]
-    return total
 
 
 def ranking_precision(scores: Tensor, truth: Tensor) -> Tensor:
@@ -415,7 +373,7 @@ def constant_f1(truth: Tensor) -> tuple[float, Tensor]:
     Among sets of k classes the k commonest ones are tried for every k: the baseline for any score.
     """
     count, num_classes = truth.shape
-    rows, columns = where_true(truth)
+    rows, columns = truth.nonzero(as_tuple=True)
     sizes = torch.bincount(rows, minlength=count)
     order = torch.bincount(columns, minlength=num_classes).argsort(descending=True, stable=True)
     place = torch.empty_like(order)

@@ -8,6 +8,7 @@ logits.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,24 @@ class Predictions:
         digest = hashlib.sha256(names)
         digest.update(self.logits.float().contiguous().numpy().data)
         return digest.hexdigest()
+
+
+def matched(other: Predictions, first: Predictions, called: str) -> Predictions:
+    """The other model's predictions in the order of the first one's images and classes; `called` is for messages."""
+    place = {name: i for i, name in enumerate(other.ids)}
+    missing = [name for name in first.ids if name not in place]
+    if missing or len(place) != len(first.ids):
+        some = f"{len(missing)} of the images are missing, first {missing[0]}" if missing else "it has more images"
+        raise Problem(f"{called}: both models must have seen the same images; {some}")
+    if set(other.classes) != set(first.classes):
+        odd = sorted(set(other.classes) ^ set(first.classes))
+        raise Problem(f"{called}: its classes differ, for example {odd[0]!r}")
+    rows = [place[name] for name in first.ids]
+    columns = [other.classes.index(name) for name in first.classes]
+    return dataclasses.replace(
+        other, ids=first.ids, classes=first.classes, logits=other.logits[rows][:, columns], given=first.given,
+        truth=first.truth,
+    )  # fmt: skip
 
 
 def write_predictions(path: Path, predictions: Predictions) -> None:

@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from jinja2 import Environment, PackageLoader, select_autoescape
+from PIL import Image
+from torch import Tensor
 
 from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file
 from finetune_mile.images.index import say_skipped, say_unreadable
+from finetune_mile.images.pipeline import centre_view
 from finetune_mile.images.splits import label_names
-from finetune_mile.measures import closing_rows, say_threshold
+from finetune_mile.measures import closing_rows
+from finetune_mile.measures.labels import best_and_above, say_threshold
+from finetune_mile.measures.predictions import pick_probe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
-    from torch import Tensor
 
     from finetune_mile.compute.passes import Outputs
     from finetune_mile.pretraining.run import PretrainSetup
@@ -119,8 +124,6 @@ def embed(figure: Figure) -> str:
 
 def pixels(figure: Figure) -> NDArray[np.uint8]:
     """A figure as an image (H, W, 3), for trackers."""
-    from PIL import Image
-
     return np.asarray(Image.open(io.BytesIO(_png(figure))).convert("RGB"))
 
 
@@ -189,8 +192,6 @@ def gate_plot(records: list[dict[str, Any]]) -> Figure | None:
 
 def gallery_images(setup: Setup) -> Tensor:
     """Which validation images the report shows: indices (n,)."""
-    from finetune_mile.measures.predictions import pick_probe
-
     return pick_probe(len(setup.data.val), GALLERY)
 
 
@@ -202,10 +203,6 @@ def gallery(setup: Setup, logits: Outputs, threshold: float | Tensor) -> list[di
         logits: (n, C) on the `gallery_images`.
         threshold: least probability of a label; below it the best one is shown, in parentheses.
     """
-    import torch
-
-    from finetune_mile.images.pipeline import centre_view
-
     val, classes, picked = setup.data.val, setup.data.classes, gallery_images(setup)
     rows = zip(setup.probabilities(logits.rows), logits.readable.tolist(), picked.tolist(), strict=True)
     shown: list[dict[str, object]] = []
@@ -214,8 +211,7 @@ def gallery(setup: Setup, logits: Outputs, threshold: float | Tensor) -> list[di
             continue
         truth = None if val.truth is None else set(val.truth[index].nonzero().flatten().tolist())
         above = row > threshold
-        order = row.argsort(descending=True)
-        best = torch.cat([order[:1], order[1:][above[order[1:]]]])[:MOST_FOUND].tolist()
+        best = best_and_above(row, threshold)[:MOST_FOUND]
         predicted = [
             {"text": f"{classes[c]} {row[c]:.2f}" if above[c] else f"({classes[c]} {row[c]:.2f})",
              "right": None if truth is None else c in truth}
@@ -233,7 +229,6 @@ def gallery(setup: Setup, logits: Outputs, threshold: float | Tensor) -> list[di
 def gallery_figure(items: list[dict[str, Any]]) -> Figure | None:
     """The images of `gallery` in one figure, each with its given label and the labels found."""
     from matplotlib.figure import Figure
-    from PIL import Image
 
     if not items:
         return None
@@ -251,8 +246,6 @@ def gallery_figure(items: list[dict[str, Any]]) -> Figure | None:
 
 def png_of(image: Tensor) -> bytes:
     """An image (3, H, W) uint8 as a PNG."""
-    from PIL import Image
-
     stream = io.BytesIO()
     Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(stream, format="PNG")
     return stream.getvalue()
@@ -282,8 +275,6 @@ def write_pretrain_report(setup: PretrainSetup, folder: RunFolder, results: dict
 
 def views_picture(setup: PretrainSetup) -> Tensor:
     """Some images in the first row, and each of their views in a row below: (3, H, W) uint8."""
-    import torch
-
     count = min(VIEWED, len(setup.images))
     keys = [(0, i) for i in range(count)]
     images = setup.plain().read(keys)[0].images

@@ -20,8 +20,9 @@ from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.in_memory import SCHEME
 from finetune_mile.images.index import say_skipped
 from finetune_mile.images.splits import label_names
-from finetune_mile.measures import CLOSING, say_images, say_threshold
+from finetune_mile.measures import CLOSING, say_images
 from finetune_mile.measures.guards import lower_rates
+from finetune_mile.measures.labels import say_threshold
 from finetune_mile.measures.metrics import Measured
 from finetune_mile.measures.predictions import PER_CLASS, write_per_class
 from finetune_mile.measures.verdicts import (

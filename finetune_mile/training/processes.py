@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Literal, TypeVar
@@ -277,3 +277,15 @@ def warn_of_spread(spread: float) -> dict[str, object]:
         "those of the first process. A tiny difference can come from unlike GPUs; otherwise please report it.\n"
     )
     return {"processes_differ": spread}
+
+
+def stoppable(work: Callable[[Accelerator, Signals], None]) -> int:
+    """Start the processes and work; a signal stops it at a moment that the same command continues from."""
+    with Signals() as signals:
+        accelerator = start(precision=wanted_precision("no"), seed=0, track="none", project=".")
+        try:
+            work(accelerator, signals)
+        except Stopped as stopped:
+            accelerator.print("stopped; run the same command again to continue", file=sys.stderr)
+            return 128 + stopped.signum
+    return 0

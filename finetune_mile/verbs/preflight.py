@@ -118,7 +118,7 @@ def _checks(setup: Setup, init: Init, images: int | None, bank: int | None, out:
     """Run the checks, print each as it ends, and sum up; all processes call it."""
     from accelerate.utils import broadcast_object_list
 
-    from finetune_mile.verbs.weights import record, verify_card
+    from finetune_mile.checkpoints.verified import record, verify_card
 
     main = setup.accelerator.is_main_process
     card = find_card(init.name) if init.kind == "card" else None
@@ -219,16 +219,14 @@ def _features(
     """Features (n, D) and labels of the images in `rows` that can be read; many are kept on disk, as `probe` does."""
     import torch
 
-    from finetune_mile.verbs.embed import features_of
+    from finetune_mile.training.embedding import Embedding
 
     recipe, data, accelerator = setup.recipe, setup.data, setup.accelerator
     sets = {"train": data.train, "val": data.val}
     if sum(map(len, rows.values())) > MANY:
-        options = argparse.Namespace(
-            arch=recipe.arch, size=None, dtype="float16", verify=False, data=recipe.data, workers=recipe.workers,
-            batch_size=EACH * accelerator.num_processes,
-        )  # fmt: skip
-        store = features_of(init, data, options, accelerator, setup.viewer.signals, rows=rows)
+        size = EACH * accelerator.num_processes
+        how = Embedding(data=recipe.data, arch=recipe.arch, workers=recipe.workers, batch_size=size)
+        store = how.features(init, data, accelerator, setup.viewer.signals, rows=rows)
         read = {split: store.rows(split, some) for split, some in rows.items()}
     else:
         viewer = dataclasses.replace(

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.checkpoints.init import Init
-from finetune_mile.config.flags import Parser
+from finetune_mile.config.flags import Parser, check_all, outside
 from finetune_mile.core.files import write_json
-from finetune_mile.core.problems import Problem
-from finetune_mile.images.sources import load_data
-from finetune_mile.verbs.embed import add_flags, check_flags, features_of, stoppable
+from finetune_mile.training.embedding import Embedding, add_flags, check_flags, probe_checkpoints
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from finetune_mile.images.order import Indices
-    from finetune_mile.training.features import Split
     from finetune_mile.training.processes import Signals
 
 EPILOG = """examples:
@@ -48,18 +43,15 @@ def build_parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options, inits = parse(argv)
+    options, inits = check(build_parser().parse_args(argv))
+    from finetune_mile.training.processes import stoppable
+
     return stoppable(lambda accelerator, signals: _probe(options, inits, accelerator, signals))
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Init]]:
-    """The flags, and the checkpoints of --init."""
-    options: argparse.Namespace = build_parser().parse_args(argv)
-    problems = [
-        f"--{name} {getattr(options, name)}: must be from 1 to {high:,}"
-        for name, high in (("seeds", MOST_SEEDS), ("k", MOST_NEIGHBOURS))
-        if not 1 <= getattr(options, name) <= high
-    ]
+def check(options: argparse.Namespace) -> tuple[argparse.Namespace, list[Init]]:
+    """Refuse what cannot work; the checkpoints of --init."""
+    problems = outside(options, seeds=(1, MOST_SEEDS), k=(1, MOST_NEIGHBOURS))
     if not 0 < options.fraction <= 1:
         problems.append(f"--fraction {options.fraction:g}: must be above 0 and at most 1")
     problems += [
@@ -70,8 +62,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Init]]:
     for flag, path in (("--json", options.json), ("--html", options.html)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             problems.append(f"{flag} {path}: {'is a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
-    if problems:
-        raise Problem(*problems)
+    check_all(problems)
     return options, check_flags(options, options.init)
 
 
@@ -79,36 +70,10 @@ def compute(
     options: argparse.Namespace, inits: list[Init], accelerator: Accelerator, signals: Signals
 ) -> dict[str, Any] | None:
     """What --json writes; None in other processes than the first."""
-    import numpy as np
-
-    from finetune_mile.images.splits import labelled_pools
-    from finetune_mile.measures.probing import floor, measure_of, probe, ranking
-
-    data = load_data(options.data)
-    seeds = 1 if options.fraction == 1 else options.seeds  # all labels are the same labels in every draw
-    pools = [labelled_pools(data, fraction=options.fraction, seed=seed) for seed in range(seeds)]
-    labelled = [each.indices["labelled"] for each in pools]
-    needed: dict[Split, Indices] = {"train": np.unique(np.concatenate(labelled)), "val": np.arange(len(data.val))}
-    probed, facts = {}, {}
-    for init in inits:
-        began = time.monotonic()
-        store = features_of(init, data, options, accelerator, signals, rows=needed)
-        embedded = time.monotonic()
-        if not accelerator.is_main_process:
-            continue
-        probed[init.text] = probe(store, data, labelled, k=options.k)
-        facts[init.text] = {
-            "features": store.features("train").shape[1], "store": str(store.path),
-            "seconds_features": round(embedded - began, 2), "seconds_probes": round(time.monotonic() - embedded, 2),
-        }  # fmt: skip
-    if not accelerator.is_main_process:
-        return None
-    rows = [row | facts[row["init"]] for row in ranking(probed)]
-    return {
-        "data": data.name, "fraction": options.fraction, "seeds": seeds, "k": options.k, "labels": len(labelled[0]),
-        "images": len(data.val), "classes": len(data.classes), "measure": measure_of(data.val.given),
-        "floor": floor(data)[0], "majority": floor(data)[1], "probes": rows,
-    }  # fmt: skip
+    return probe_checkpoints(
+        inits, Embedding.of_flags(options), accelerator, signals,
+        fraction=options.fraction, seeds=options.seeds, k=options.k,
+    )  # fmt: skip
 
 
 def _probe(options: argparse.Namespace, inits: list[Init], accelerator: Accelerator, signals: Signals) -> None:

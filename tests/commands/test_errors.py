@@ -11,9 +11,9 @@ from shortcuts import ROOT
 import finetune_mile
 from finetune_mile import cli
 from finetune_mile.cli import main
+from finetune_mile.config.weights_flags import EXAMPLES
 from finetune_mile.core.files import shipped
 from finetune_mile.core.problems import Failed
-from finetune_mile.verbs.weights import EXAMPLES
 
 CASES = {
     "unknown flag": (["--fractoin", "0.1"], "did you mean --fraction?"),

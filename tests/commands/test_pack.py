@@ -64,7 +64,7 @@ def test_there_and_back(folder, tmp_path, capsys):
 
 
 def test_it_goes_on_after_a_stop(folder, tmp_path, monkeypatch, capsys):
-    from finetune_mile.verbs import pack
+    from finetune_mile.images import packing as pack
 
     whole, out = tmp_path / "whole", tmp_path / "packed"
     assert main(["pack", str(folder), str(whole), *PACK]) == 0
@@ -203,7 +203,7 @@ def test_f8_whatever_a_kill_leaves_behind_the_next_call_completes(folder, tmp_pa
 
 
 def test_f8_two_packs_at_once_are_one_sentence_for_the_second(folder, tmp_path, capsys):
-    from finetune_mile.verbs import pack
+    from finetune_mile.images import packing as pack
 
     out = tmp_path / "packed"
     with pack.alone(out):

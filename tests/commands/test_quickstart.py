@@ -7,15 +7,16 @@ import pytest
 import torch
 from shortcuts import COLOURS, tinted, tinted_photos
 
-from finetune_mile.checkpoints.cards import folder_of, read_card
+from finetune_mile.checkpoints.cards import folder_of, list_cards, read_card
+from finetune_mile.checkpoints.choosing import choose_init
 from finetune_mile.cli import main
 from finetune_mile.compute.passes import Outputs
 from finetune_mile.config.flags import parse
 from finetune_mile.core.problems import Problem
 from finetune_mile.measures.probing import doubtful
 from finetune_mile.training import plan as planning
+from finetune_mile.training import quickstart
 from finetune_mile.training.minutes import Made
-from finetune_mile.verbs import quickstart
 
 LITTLE = ["--size", "24", "--workers", "0"]
 
@@ -127,18 +128,17 @@ def test_the_checkpoint_is_chosen_in_this_order(photos, tmp_path, monkeypatch):
     folder.mkdir()
 
     def chosen(*words):
-        return quickstart.choose_init(quickstart.build_parser().parse_args([str(folder), *words]))
+        return choose_init(str(folder), download="--download" in words)
 
     assert chosen() == ("simclr-demo", "it comes with the package")
     assert chosen("--download") == ("dinov2-s", "--download")
     for name in ("mocov2", "swav"):
-        card = read_card(quickstart.list_cards()[name])
+        card = read_card(list_cards()[name])
         folder_of(card).mkdir(parents=True)
         (folder_of(card) / card.file).write_bytes(b"")
     assert chosen() == ("swav", "it is on this machine")  # the better one of the two
     (folder / "own.pth").write_bytes(b"")
     assert chosen("--download") == (str(folder / "own.pth"), "it is beside the photos")
-    assert chosen("--init", "mocov2") == ("mocov2", "--init")
     (folder / "other.safetensors").write_bytes(b"")
     with pytest.raises(Problem, match="holds 2 checkpoints; choose one with --init"):
         chosen()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finetune_mile.checkpoints.cards import find_card, folder_of
-from finetune_mile.verbs import quickstart
+from finetune_mile.checkpoints.choosing import choose_init
 
 
 class Terminal(io.StringIO):
@@ -27,8 +27,7 @@ def choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         printed = terminal()
         monkeypatch.setattr("sys.stdin", terminal(typed))
         monkeypatch.setattr("sys.stderr", printed)
-        options = quickstart.build_parser().parse_args([str(tmp_path / "photos"), *flags])
-        return quickstart.choose_init(options)[0], printed.getvalue()
+        return choose_init(str(tmp_path / "photos"), download="--download" in flags)[0], printed.getvalue()
 
     return run
 

@@ -38,28 +38,6 @@ def test_average_precision_equals_scikit_learns(seed, rounding):
     assert ours[2].isnan()
     theirs = label_ranking_average_precision_score(truth.numpy(), scores.double().numpy())
     assert float(metrics.ranking_precision(scores, truth).mean()) == pytest.approx(theirs, abs=1e-9)
-    whole = metrics.BUCKETS
-    try:
-        metrics.BUCKETS = 16  # every class is a long row now
-        (again,) = metrics.class_precisions(scores, [(truth, None)])
-    finally:
-        metrics.BUCKETS = whole
-    assert torch.equal(again.nan_to_num(-1), ours.nan_to_num(-1))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 9999), st.sampled_from([0, 1, 6]), st.sampled_from(["plain", "far", "equal", "infinite", "tiny"]))
-def test_long_rows_are_counted_as_short_ones_are(seed, rounding, kind):
-    """Buckets instead of a sort: ties, outliers, constants, infinities and denormals change nothing."""
-    scores, truth, _ = sample(seed, n=5, c=400, rounding=rounding)
-    scores[:, :3] *= {"far": 1e30, "infinite": torch.inf}.get(kind, 1)
-    scores = {"equal": scores * 0, "tiny": scores * 1e-42}.get(kind, scores).nan_to_num(0, torch.inf, -torch.inf)
-    values, _ = metrics._listed(scores.where(scores < torch.inf, 0), truth & (scores < torch.inf), torch.inf)
-    expected = (scores.unsqueeze(2) >= values.unsqueeze(1)).sum(1)
-    expected[values == torch.inf] = 0
-    for row, wanted, plain in zip(scores, values, expected, strict=True):
-        real = wanted < torch.inf
-        assert metrics._count_in_long_row(row.numpy(), wanted[real].numpy()).tolist() == plain[real].tolist()
 
 
 @settings(max_examples=25, deadline=None)

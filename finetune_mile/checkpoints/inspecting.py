@@ -1,0 +1,189 @@
+"""What a checkpoint file is, how sure that is, what was assumed, and whether its features are as expected."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from finetune_mile.checkpoints.cards import find_card, is_cached, list_cards, read_card
+from finetune_mile.checkpoints.init import parse_init
+from finetune_mile.checkpoints.loading import LINEAR, Opened, Preprocessor, open_trunk
+from finetune_mile.checkpoints.verified import record, verify_card
+from finetune_mile.compute.passes import show
+from finetune_mile.core.problems import Problem
+
+TOLERANCE = 1e-4  # largest difference over the largest feature
+SHOWN = 4  # classes, names and groups of names in a line
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What was found about a file."""
+
+    init: str  # as the user named it
+    opened: Opened
+    against: Path | None  # that features were compared with
+    parity: dict[str, float]  # `compare`
+    photo: dict[str, Any]  # `look`
+    photo_name: str
+
+    @property
+    def fine(self) -> bool:
+        """Are the features as expected, where this is known?"""
+        return all(figure <= TOLERANCE for figure in self.parity.values())
+
+    def to_json(self) -> dict[str, Any]:
+        photo = {"image": self.photo} if self.photo else {}
+        found = {"init": self.init, "ok": self.fine, "parity": self.parity, "tolerance": TOLERANCE, **photo}
+        return found | {"card": self.opened.card.model_dump(mode="json"), **self.opened.report.to_json()}
+
+    def say(self, *, names: bool) -> Iterator[str]:
+        """All of it in lines; `names`: list every tensor, not only their number."""
+        yield from say_report(self.opened, names=names, where=self.init.partition("::")[0])
+        for size, figure in self.parity.items():
+            verdict = "the same as" if figure <= TOLERANCE else f"DIFFERENT (more than {TOLERANCE:g}) from"
+            yield f"features at {size}: {figure:.1e} of the largest, {verdict} {self.against}"
+        if not self.parity:
+            yield "features: not compared (--against other.pth or expected.npz)"
+        if self.photo:
+            yield (
+                f"{self.photo_name}: norm of the features {self.photo['norm']:.3g}, largest "
+                f"{self.photo['largest']:.3g}; cosine to its mirror image {self.photo['mirrored']:.2f}, to noise "
+                f"{self.photo['noise']:.2f}"
+            )
+        if "classes" in self.photo:
+            yield "its classes: " + ", ".join(f"{name} {share:.0%}" for name, share in self.photo["classes"])
+
+
+def inspect(
+    source: str, *, arch: str | None = None, against: Path | None = None, photo: Path | None = None
+) -> Inspection:
+    """Open a file, and compare its features with those `against`, or with `expected.npz` beside it."""
+    init = parse_init(source)
+    opened = open_trunk(init, arch=arch)
+    if against is None and init.path is not None:
+        beside = (init.path if init.kind == "folder" else init.path.parent) / "expected.npz"
+        against = beside if beside.is_file() else None
+    parity = compare(opened, against) if against else {}
+    facts = look(opened, photo) if photo else {}
+    return Inspection(source, opened, against, parity, facts, photo.name if photo else "")
+
+
+def say_report(opened: Opened, *, names: bool, where: str = "FILE") -> Iterator[str]:
+    """Lines about what was found in a file.
+
+    Args:
+        opened: the file.
+        names: list every tensor, not only their number.
+        where: the file as the user named it, for lines to type.
+    """
+    report, seen = opened.report, opened.card.preprocess
+    yield f"format: {report.format} ({report.why})"
+    features = getattr(opened.network, "num_features", None)
+    yield f"network: {report.arch}, padding {report.padding}" + (f", {features} features" if features else "")
+    yield f"sure: {'certain' if report.certain else 'by the names of the tensors alone'}"
+    yield from (f"assumed: {text}" for text in report.assumed)
+    plain = seen.std == (1.0, 1.0, 1.0) and seen.mean == (0.0, 0.0, 0.0)
+    numbers = "no mean and deviation" if plain else f"mean {seen.mean}, deviation {seen.std}"
+    yield f"input: RGB in [0, 1], {numbers}, {seen.size} px, {seen.interpolation}"
+    yield from (f"mapping: {prefix!r} -> {ours!r}" for prefix, ours in report.mapping.items())
+    modules = Counter(_module(name) for name in report.dropped).most_common()
+    dropped = [f"{name} {count}" if count > 1 else name for name, count in modules]  # by module
+    for part in ("loaded", "reset", "dropped", "stubs"):
+        values = getattr(report, part)
+        some = ", ".join(values) if names else _few(dropped if part == "dropped" else values)
+        yield f"{part}: {len(values)}" + (f" ({some})" if values else "")
+    for choice in report.others:
+        yield f"other backbone: --init {shlex.quote(f'{where}::{choice}')} ({report.reason})"
+    if report.classifier:
+        yield f"classifier: {opened.called or 'fc.weight'}, {report.classifier} classes; not used (see --keep-head)"
+
+
+def _few(values: Sequence[str]) -> str:
+    return ", ".join(values[:SHOWN]) + (", ..." if len(values) > SHOWN else "")
+
+
+def _module(path: str) -> str:
+    parts = [part for part in path.replace("/", ".").split(".") if part not in ("module", "state_dict", "model")]
+    return parts[0] if parts else path
+
+
+def compare(opened: Opened, path: Path) -> dict[str, float]:
+    """The largest difference over the largest feature, by image size.
+
+    Args:
+        opened: the file.
+        path: an `.npz` with `x_<size>` and `features_<size>`, or another checkpoint. It is given the same numbers, so
+            that features can be compared whatever images the two expect.
+    """
+    if path.suffix != ".npz":
+        other, size = open_trunk(parse_init(str(path), "--against")), opened.card.preprocess.size
+        images = np.random.default_rng(0).standard_normal((2, 3, size, size)).astype(np.float32)
+        return {str(size): _apart(_features(opened, images), _features(other, images))}
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            data = {key: file[key] for key in file.files if key.startswith(("x_", "features_"))}
+    except (OSError, ValueError) as error:
+        raise Problem(f"--against {path} cannot be read: {error}") from error
+    sizes = [key.removeprefix("x_") for key in data if key.startswith("x_")]
+    missing = [f"features_{size}" for size in sizes if f"features_{size}" not in data]
+    if not sizes or missing:
+        raise Problem(f"--against {path}: {', '.join(missing) or 'x_<size>'} is missing")
+    return {size: _apart(_features(opened, data[f"x_{size}"]), data[f"features_{size}"]) for size in sizes}
+
+
+def _features(opened: Opened, images: Any) -> Any:
+    """Images (B, 3, H, W) to features (B, D), as numpy arrays."""
+    return show(opened.network, torch.from_numpy(images).float()).numpy()
+
+
+def _apart(features: Any, expected: Any) -> float:
+    if features.shape != expected.shape:
+        return float("inf")
+    difference = float(np.abs(features - expected).max() / np.abs(expected).max())
+    return difference if np.isfinite(difference) else float("inf")
+
+
+def look(opened: Opened, path: Path) -> dict[str, Any]:
+    """What the network makes of one photo: norms of its features, and the classes that a head in the file names."""
+    try:
+        with Image.open(path) as image:
+            pixels = Preprocessor(opened.card.preprocess)(image)
+    except (OSError, UnidentifiedImageError) as error:
+        raise Problem(f"--image {path} cannot be read: {error}") from error
+    photo, mirrored, noise = show(opened.network, torch.stack([pixels, pixels.flip(-1), torch.randn_like(pixels)]))
+    facts: dict[str, Any] = {
+        "norm": float(photo.norm()),
+        "largest": float(photo.abs().max()),
+        "mirrored": float(torch.cosine_similarity(photo, mirrored, dim=0)),
+        "noise": float(torch.cosine_similarity(photo, noise, dim=0)),
+    }
+    if set(opened.classifier) == LINEAR:
+        logits = opened.classifier["fc.weight"].float() @ photo + opened.classifier["fc.bias"].float()
+        best = logits.softmax(0).topk(min(SHOWN, len(logits)))
+        names = opened.classes or [f"class {number}" for number in range(len(logits))]
+        facts["classes"] = [(names[i], float(p)) for p, i in zip(best.values, best.indices.tolist(), strict=True)]
+    return facts
+
+
+def verify_cards(names: Sequence[str] | None) -> Iterator[tuple[bool, str]]:
+    """For each card: is its file as the card says, and a line about it. What was seen is recorded.
+
+    `names` None: all cards whose files are on this machine.
+    """
+    here = (path.stem for path in list_cards().values() if is_cached(read_card(path)))
+    for name in here if names is None else names:
+        card = find_card(name, "NAME")
+        try:
+            fine, words, seen = verify_card(card)
+            yield fine, f"{name}: {words}; {record(card, seen)}"
+        except Problem as problem:
+            yield False, f"{name}: failed: {' '.join(problem.sentences)}"

@@ -1,0 +1,98 @@
+"""A model by its name, and what its run folder says: recipe, data, and images that it was trained on. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from finetune_mile.checkpoints.cards import Missing
+from finetune_mile.checkpoints.init import Init, parse_source, read_config
+from finetune_mile.config.resolve import read_yaml
+from finetune_mile.core.problems import Problem
+from finetune_mile.images.sources import anchored, scheme_and_place, split_name
+from finetune_mile.training.folder import REFIT, read_info
+
+REFITTED = f"{REFIT}/split.json"
+
+
+def parse_model(spec: str, flag: str) -> Init:
+    """Parse --model: `run:DIR`, `timm:NAME`, `hf:NAME` or `hf:DIR`, or a file."""
+    scheme, colon, name = spec.partition(":")
+    if colon and scheme == "run":
+        if not Path(name).is_dir():
+            raise Problem(f"{flag} {spec}: there is no directory {name!r}")
+        if "arch" not in read_config(Path(name)):
+            raise Problem(f"{flag} {spec}: no export in it; a finished run has export/config.json")
+        return Init(spec, "folder", name, flag=flag)
+    if colon and scheme in ("timm", "hf"):
+        if not name:
+            raise Problem(f"{flag} {spec}: the model's name is missing, as in timm:resnet50.a1_in1k")
+        return Init(spec, "hf" if scheme == "hf" else "timm", name, flag=flag)
+    try:
+        return parse_source(spec, flag)
+    except Missing as error:
+        hint = "write run:DIR, timm:NAME, hf:NAME or a checkpoint file"
+        raise Problem(f"{flag} {spec}: no such file; {hint}") from error
+
+
+def run_folder(model: Init) -> Path | None:
+    """The folder of one of our runs or exports; None for all else."""
+    return model.path if model.path and model.kind == "folder" and "arch" in read_config(model.path) else None
+
+
+def is_logits(source: Init | None) -> bool:
+    """Does a --compare name a file of saved logits?"""
+    return source is not None and source.kind == "file" and source.name.endswith(".parquet")
+
+
+def file_of_run(model: Init, name: str) -> Path | None:
+    """A file of a run folder, or of the run that an export folder is in; None for a model that is no run."""
+    folder = run_folder(model)
+    places = (folder / name, folder.parent / name) if folder else ()
+    return next((path for path in places if path.is_file()), None)
+
+
+def recipe_of(model: Init) -> dict[str, Any]:
+    """The recipe of a run; empty for another model."""
+    path = file_of_run(model, "recipe.yaml")
+    if path is None:
+        return {}
+    recipe, base = read_yaml(path), read_info(path.parent).get("started_in")
+    if isinstance(base, str) and isinstance(recipe.get("data"), str):
+        recipe["data"] = anchored(recipe["data"], base)
+    return recipe
+
+
+def default_part(data: str, model: Init) -> Literal["val", "all"]:
+    """The validation images; all images of a folder without train/, unless the model was trained on that folder."""
+    scheme, where = split_name(data)
+    one_tree = scheme == "folder" and not (Path(where.partition("?")[0]) / "train").is_dir()
+    trained_on = str(recipe_of(model).get("data", ""))
+    return "val" if not one_tree or (trained_on and _place(trained_on) == _place(data)) else "all"
+
+
+def _place(data: str) -> tuple[str, Path, str]:
+    """--data with an absolute path."""
+    scheme, where = scheme_and_place(data)
+    path, _, options = where.partition("?")
+    return scheme, Path(path).resolve(), options
+
+
+def say_trained_on(ids: Sequence[str], model: Init) -> str | None:
+    """A sentence where a run is scored on images that it was trained on: the number would be too good."""
+    refitted = file_of_run(model, REFITTED)
+    split = refitted or file_of_run(model, "split.json")
+    lists = {} if split is None else json.loads(split.read_text(encoding="utf-8"))
+    trained = {*lists.get("ids", ()), *lists.get("val_ids", ())}
+    seen = sum(each in trained for each in ids)
+    if not seen:
+        return None
+    start = f"{seen:,} of these {len(ids):,} images have the names of images that {model.text} was trained on"
+    if refitted:
+        return (
+            f"{start} by --refit. If they are the same photos, the scores are too good; results.json of the run has "
+            "those before"
+        )
+    return f"{start}, so the scores are too good; --part val evaluates the others"
