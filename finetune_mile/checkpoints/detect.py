@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from finetune_mile.checkpoints.adapters import ADAPTERS, Adapted
-from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, leaves
+from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, leaves, names_of
 from finetune_mile.checkpoints.adapters.behind import (
     TOP,
     behind,
@@ -113,8 +113,9 @@ def _named(format: str, contents: Contents) -> Detected:
 
 
 def _recognised(contents: Contents) -> Detected | None:
+    names = names_of(contents)
     for name, adapter in ADAPTERS.items():
-        why = adapter.recognise(contents)
+        why = adapter.recognise(contents) if re.search(adapter.mark, names, re.MULTILINE) else None
         if why is not None:
             return Detected(format=name, why=why, adapter=adapter, contents=contents)
     return None

@@ -67,7 +67,7 @@ def parse_init(text: str | Init, flag: str = "--init") -> Init:
         if name.count("/") != 1 or not all(name.split("/")):
             raise Problem(f"{flag} {where}: a Hugging Face id is hf:owner/name")
         return Init(text, "hf", name, choice, flag)
-    if where in list_cards():  # a card's name wins over a folder that happens to be called so
+    if "/" not in where and where in list_cards():  # a card's name wins over a folder that happens to be called so
         return Init(text, "card", where, choice, flag)
     path = Path(where).expanduser()
     if path.exists():

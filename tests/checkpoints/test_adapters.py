@@ -14,7 +14,7 @@ from samples import SAMPLES
 from torch import Tensor
 
 from finetune_mile.checkpoints.adapters import ADAPTERS, adapt
-from finetune_mile.checkpoints.adapters.adapter import leaves
+from finetune_mile.checkpoints.adapters.adapter import leaves, names_of
 from finetune_mile.checkpoints.adapters.simclr import targets
 from finetune_mile.checkpoints.detect import Marks, detect, read_arch
 from finetune_mile.checkpoints.init import Located
@@ -83,6 +83,12 @@ class TestContract:
         contents = SAMPLES[name]()
         before = list(ADAPTERS)[: list(ADAPTERS).index(name)]
         assert [b for b in before if ADAPTERS[b].recognise(contents)] == []
+
+    def test_its_mark_is_in_every_file_that_it_recognises(self, name: str) -> None:
+        """A file without the mark is never shown to `recognise`."""
+        for contents in (sample() for sample in SAMPLES.values()):
+            if ADAPTERS[name].recognise(contents) is not None:
+                assert re.search(ADAPTERS[name].mark, names_of(contents), re.MULTILINE)
 
     def test_leaves_the_file_s_contents_as_they_are(self, name: str) -> None:
         contents = SAMPLES[name]()

@@ -116,7 +116,8 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str, init: str = "") 
         )
     seen = {id(tensor) for tensor in own.values()}
     outside = [path for path, tensor in leaves(contents.tree) if id(tensor) not in seen]
-    tensors = tensors if adapter.finished else vits.finish(tensors)
+    if not adapter.finished and "layer1.0.conv1.weight" not in tensors:  # a ResNet's are as they should be
+        tensors = vits.finish(tensors)
     sources |= {name: name for name in tensors if name not in sources}  # made of several tensors
     return Adapted(tensors=tensors, sources=sources, raw=raw, dropped=(*dropped, *outside))
 

@@ -43,7 +43,7 @@ class Adapter:
     SimCLR-v2's projection head.
     """
 
-    # Why a file is of this format, or None: from its content, never from a file's name.
+    # Why a file is of this format, or None: from its content, never from a file's name. Only asked where `mark` is found.
     recognise: Callable[[Contents], str | None]
     # The tensors that concern this format, flat, in its own names.
     unwrap: Callable[[Contents], Tensors]
@@ -51,6 +51,8 @@ class Adapter:
     rename: Rename
     # Own name and tensor to torch's layout, say HWIO to OIHW.
     relayout: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
+    # A regular expression that every file of this format has in a line of `names_of`; the empty one is everywhere.
+    mark: str = ""
     method: str = "unknown"
     padding: Padding = "torch"
     preprocess: Preprocess = IMAGENET
@@ -94,19 +96,18 @@ def renaming(
     Modules beside the backbone that are not known are dropped too: its features do not need them.
     """
 
+    beside = re.compile(rf"(?:{'|'.join(map(re.escape, dropped))})(?:[./]|$)") if dropped else None
+
     def rename(key: str) -> str | None:
-        name, inside = None, False
-        for trunk in trunks:
-            inner = below(trunk, key) if trunk else key
-            if inner is not None:
-                name, inside = name or vocabulary(inner), True
-                key = trunk + inner
+        trunk = next((trunk for trunk in trunks if key.startswith(trunk)), None)
+        key = f"{trunk}{below(trunk, key)}" if trunk else key  # without wrappers behind the prefix
         module, _, leaf = key.rpartition(".")
         if module == classifier and leaf in ("weight", "bias"):
             return f"fc.{leaf}"
-        if any(re.match(rf"{re.escape(part)}(?:[./]|$)", key) for part in dropped):
+        if trunk is None or (beside and beside.match(key)):
             return None
-        if name is None and inside:
+        name = vocabulary(key[len(trunk) :])
+        if name is None:
             raise InsideBackbone(key)
         return name
 
@@ -134,6 +135,12 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
         for key, value in items:
             yield from leaves(value, f"{path}/{key}" if path else str(key))
+
+
+def names_of(contents: Contents) -> str:
+    """What marks are searched for, one a line: container, keys of notes and of the top level, paths of tensors."""
+    paths = (path for path, _ in leaves(contents.tree))
+    return "\n".join([contents.container, *contents.metadata, *contents.tree, *paths])
 
 
 def tensors_of(mapping: object) -> Tensors:

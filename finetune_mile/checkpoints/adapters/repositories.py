@@ -22,7 +22,7 @@ from finetune_mile.checkpoints.adapters.adapter import (
     torchvision_or_vit,
     unwrapped,
 )
-from finetune_mile.checkpoints.init import read_header
+from finetune_mile.checkpoints.init import HEADER, read_header
 from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.types import IMAGENET_MEAN, Preprocess
 from finetune_mile.networks.resnets import Padding
@@ -43,6 +43,7 @@ OWN = Adapter(
     own=True,
     finished=True,
     plain=True,
+    mark=f"^{HEADER}$",
 )
 
 # ----------------------------------------------------------------- flat torchvision or timm names
@@ -64,6 +65,7 @@ TORCHVISION = Adapter(
     cifar_stem=None,  # an extracted backbone of solo-learn has the same names
     plain=True,
     padding_known=False,
+    mark=r"layer1\.",
 )
 # --------------------- MoCo v1 and v2 (`encoder_q`) and v3 (`base_encoder`), as their scripts save
 
@@ -79,6 +81,7 @@ MOCO = Adapter(
     unwrap=state_dict_of,
     rename=_rename_moco("encoder_q", "encoder_k", "queue", "queue_ptr"),
     method="moco",
+    mark="encoder_q",
 )
 MOCO_V3 = Adapter(
     recognise=having(
@@ -88,6 +91,7 @@ MOCO_V3 = Adapter(
     rename=_rename_moco("base_encoder", "momentum_encoder", "predictor"),
     method="mocov3",
     small_vit_heads=12,
+    mark="base_encoder",
 )
 
 
@@ -100,6 +104,7 @@ DETECTRON2 = Adapter(
     unwrap=_d2_model,
     rename=renaming(detectron2, dropped=("fc", "stem.fc")),
     method="moco",
+    mark=r"^model/stem\.conv1\.weight$",
 )
 
 # -------------------- SwAV, DeepCluster-v2 and SeLa-v2: flat release files and training files; PAWS
@@ -118,6 +123,7 @@ SWAV = Adapter(
     method="swav",
     # their pre-training and their evaluation both divide the red channel by 0.228, not by 0.229
     preprocess=Preprocess(mean=IMAGENET_MEAN, std=(0.228, 0.224, 0.225)),
+    mark="prototypes|projection_head",
 )
 
 
@@ -130,6 +136,7 @@ PAWS = Adapter(
     unwrap=_paws_encoder,
     rename=renaming(torchvision, classifier="fc", dropped=("fc", "pred")),
     method="paws",
+    mark="^encoder$",
 )
 
 # --------------------- DINO's training files: the teacher is what it releases, the student is dropped
@@ -150,6 +157,7 @@ DINO = Adapter(
     rename=renaming(torchvision_or_vit, trunks=("backbone.",), dropped=("head", "backbone.masked_embed")),
     method="dino",
     options={"resize": "offset"},
+    mark="^teacher$",
 )
 
 # ------------------- Barlow Twins, VICReg, SimSiam: training files; what they release is flat torchvision
@@ -191,6 +199,7 @@ BARLOW = Adapter(
     rename=renaming(torchvision, trunks=("backbone.",)),
     method="barlowtwins",
     cifar_stem=None,
+    mark="projector",
 )
 VICREG = replace(BARLOW, recognise=_is_vicreg, method="vicreg")
 SIMSIAM = Adapter(
@@ -199,6 +208,7 @@ SIMSIAM = Adapter(
     rename=renaming(torchvision, trunks=("encoder.",), dropped=("encoder.fc",)),
     method="simsiam",
     cifar_stem=None,
+    mark="predictor",
 )
 
 # ------------ OpenSelfSup, MMSelfSup, MMPretrain: backbone, neck and head, and a momentum copy, with `meta`
@@ -220,6 +230,7 @@ OPENMMLAB = Adapter(
     rename=renaming(torchvision, trunks=("backbone.",), classifier="head.fc"),
     method="openmmlab",
     cifar_stem=None,
+    mark=r"backbone\.layer1\.",
 )
 
 # ------------------------------------------------------------------------- the published MILe code
@@ -250,7 +261,10 @@ def _mile(vocabulary: Vocabulary, says: str, padding: Padding) -> Adapter:
         return f"backbone.module.* in {says}" if len(stages) > 5 else None
 
     rename = renaming(vocabulary, trunks=("backbone.",), classifier="backbone.fc", dropped=("teacher",))
-    return Adapter(recognise=recognise, unwrap=_mile_model, rename=rename, method="mile", padding=padding)
+    return Adapter(
+        recognise=recognise, unwrap=_mile_model, rename=rename, method="mile", padding=padding,
+        mark=r"backbone\.module\.",
+    )  # fmt: skip
 
 
 MILE = _mile(torchvision, "torchvision names", "torch")

@@ -5,6 +5,7 @@ Names after `rename` are timm's. Query, key and value in three tensors are `attn
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ VIT = Adapter(
     rename=renaming(vit, classifier="head", dropped=_DROPPED),
     method="vit",
     plain=True,
+    mark=r"blocks\.",
 )
 
 
@@ -75,6 +77,7 @@ MAE = Adapter(
     method="mae",
     preprocess=_BICUBIC,
     options={"resize": "plain"},
+    mark="decoder_embed",
 )
 
 _DINOV2_TRUNKS = ("teacher.backbone.", "backbone.", "")
@@ -112,6 +115,7 @@ DINOV2 = Adapter(
     method="dinov2",
     preprocess=_BICUBIC,
     options={"resize": "offset"},
+    mark="mask_token",
 )
 
 
@@ -127,7 +131,10 @@ def _is_msn(contents: Contents) -> str | None:
 
 
 # its evaluation uses target_encoder; `fc` is the projection head
-MSN = Adapter(recognise=_is_msn, unwrap=_msn_target, rename=renaming(vit, dropped=("fc", "pred", "head")), method="msn")
+MSN = Adapter(
+    recognise=_is_msn, unwrap=_msn_target, rename=renaming(vit, dropped=("fc", "pred", "head")), method="msn",
+    mark="^target_encoder$",
+)  # fmt: skip
 
 # ---------------------------------------------------------------------- torchvision, OpenMMLab, CLIP
 
@@ -176,6 +183,7 @@ TORCHVISION_VIT = Adapter(
     unwrap=state_dict_of,
     rename=renaming(_torchvision_vit, classifier="heads.head", dropped=("heads",)),
     method="torchvision",
+    mark="encoder_layer_0",
 )
 
 _openmmlab = _substitute(
@@ -222,6 +230,7 @@ def _openmmlab_vit(mark: str, says: str, fixed_heads: int | None) -> Adapter:
         preprocess=_BICUBIC,
         options={"resize": "plain"},
         fixed_heads=fixed_heads,
+        mark=r"layers\.0\.attn\.qkv\.",
     )
 
 
@@ -296,18 +305,11 @@ def _shaped(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-OPEN_CLIP = Adapter(recognise=_is_clip, unwrap=state_dict_of, rename=_rename_clip, method="clip", preprocess=_CLIP)
-OPENAI_CLIP = Adapter(
-    recognise=_is_openai,
-    unwrap=state_dict_of,
-    rename=_rename_clip,
-    method="clip",
-    preprocess=_CLIP,
-    options={"act": "quick_gelu"},
+OPEN_CLIP = Adapter(
+    recognise=_is_clip, unwrap=state_dict_of, rename=_rename_clip, method="clip", preprocess=_CLIP, mark=r"ln_pre\."
 )
-CLIP_VISUAL = Adapter(
-    recognise=_is_clip_flat, unwrap=state_dict_of, rename=_rename_clip_flat, method="clip", preprocess=_CLIP
-)
+OPENAI_CLIP = replace(OPEN_CLIP, recognise=_is_openai, options={"act": "quick_gelu"})
+CLIP_VISUAL = replace(OPEN_CLIP, recognise=_is_clip_flat, rename=_rename_clip_flat)
 
 # ------------------------------------------------------- ConvNeXt and Swin, in timm's and their own names
 
@@ -324,6 +326,7 @@ CONVNEXT = Adapter(
     method="convnext",
     plain=True,
     preprocess=_BICUBIC,
+    mark="conv_dw|dwconv",
 )
 
 
@@ -339,6 +342,7 @@ SWIN = Adapter(
     method="swin",
     plain=True,
     preprocess=_BICUBIC,
+    mark="relative_position_bias_table",
 )
 
 # ------------------------------------------------------------------ transformers: `save_pretrained` folders
@@ -439,7 +443,7 @@ def _transformers(vocabulary: Vocabulary, anchors: set[str], says: str, classifi
             raise UnknownKey(key)
         return name
 
-    return Adapter(recognise=recognise, unwrap=state_dict_of, rename=rename, method="transformers")
+    return Adapter(recognise=recognise, unwrap=state_dict_of, rename=rename, method="transformers", mark=r"encoder\.")
 
 
 _PARTS = {"pos_embed", "blocks.0.attn.q.weight"}
