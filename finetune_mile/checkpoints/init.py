@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,15 +24,22 @@ _LARGEST_INDEX = 16 * 2**20
 _STEM = b"base_model/conv2d/kernel"
 
 
+Kind = Literal["none", "card", "file", "folder", "tensorflow", "timm", "hf", "python"]
+
+
 @dataclass(frozen=True, slots=True)
 class Init:
     """A checkpoint that was named and may be opened; `str` gives what the user wrote."""
 
     text: str
-    kind: Literal["none", "card", "file", "folder", "tensorflow", "timm", "hf", "python"]
+    kind: Kind
     name: str  # of the card, of timm's model, owner/name on the hub; else the path
-    choice: str | None = None  # what follows `::`: a prefix, a format, or one of our networks
+    choice: str | None = (
+        None  # what follows `::`: a prefix, a format, or one of our networks; several have `::` between
+    )
     flag: str = "--init"  # for messages
+    format: str | None = None  # what --format says
+    prefix: str | None = None  # of the backbone
 
     def __str__(self) -> str:
         return self.text
@@ -42,9 +49,21 @@ class Init:
         """The file, the folder, or the prefix of a TensorFlow checkpoint; None for other kinds."""
         return Path(self.name) if self.kind in ("file", "folder", "tensorflow") else None
 
+    @property
+    def chosen(self) -> str | None:
+        """All that was chosen, as it is written behind `::`; None: nothing was."""
+        parts = (self.choice, self.prefix, f"format={self.format}" if self.format else None)
+        return "::".join(filter(None, parts)) or None
 
-def parse_init(text: str | Init, flag: str = "--init") -> Init:
+
+def parse_init(text: str | Init, flag: str = "--init", *, format: str | None = None, prefix: str | None = None) -> Init:
     """Parse and check what `--init` takes; a value that was parsed before is returned unchanged.
+
+    Args:
+        text: a card, a file, a folder, `timm:NAME`, `hf:owner/name` or `none`, perhaps with `::` and a choice.
+        flag: for messages.
+        format: the name of a format, as with `::format=FORMAT`.
+        prefix: of the backbone, as with `::PREFIX`.
 
     Raises:
         Missing: there is no such file, folder or card.
@@ -53,30 +72,35 @@ def parse_init(text: str | Init, flag: str = "--init") -> Init:
     if isinstance(text, Init):
         return text
     where, choice = _split(text, flag)
+    kind, name = _find_kind(text, where, flag)
+    return Init(text, kind, name, choice, flag, format, prefix)
+
+
+def _find_kind(text: str, where: str, flag: str) -> tuple[Kind, str]:
     scheme, colon, name = where.partition(":")
     if where == "none":
-        return Init(text, "none", where, choice, flag)
+        return "none", where
     if colon and scheme == SCHEME:
         get_object(text, flag, "give the same network again, as in finetune_mile.train(init=..., resume=FOLDER)")
-        return Init(text, "python", name, choice, flag)
+        return "python", name
     if colon and scheme == "timm":
         if not name:
             raise Problem(f"{flag} timm: needs a model's name, as in timm:resnet50.a1_in1k")
-        return Init(text, "timm", name, choice, flag)
+        return "timm", name
     if colon and scheme == "hf":
         if name.count("/") != 1 or not all(name.split("/")):
             raise Problem(f"{flag} {where}: a Hugging Face id is hf:owner/name")
-        return Init(text, "hf", name, choice, flag)
+        return "hf", name
     if "/" not in where and where in list_cards():  # a card's name wins over a folder that happens to be called so
-        return Init(text, "card", where, choice, flag)
+        return "card", where
     path = Path(where).expanduser()
     if path.exists():
-        return _existing(text, path, choice, flag)
+        return _existing(text, path, flag)
     if _index(path) is not None:
-        return Init(text, "tensorflow", str(path), choice, flag)
+        return "tensorflow", str(path)
     if "/" in where or path.suffix in _SUFFIXES:
         raise Missing(f"{flag} {where}: there is no such file or folder")
-    return Init(text, "card", find_card(where, flag).name, choice, flag)
+    return "card", find_card(where, flag).name
 
 
 def parse_source(text: str | Init, flag: str) -> Init:
@@ -87,7 +111,7 @@ def parse_source(text: str | Init, flag: str) -> Init:
     path = Path(where).expanduser()
     if not path.exists():
         raise Missing(f"{flag} {text}: there is no such run folder or file")
-    return _existing(text, path, choice, flag)
+    return Init(text, *_existing(text, path, flag), choice, flag)
 
 
 def _split(text: str, flag: str) -> tuple[str, str | None]:
@@ -97,10 +121,10 @@ def _split(text: str, flag: str) -> tuple[str, str | None]:
     return where, choice or None
 
 
-def _existing(text: str, path: Path, choice: str | None, flag: str) -> Init:
+def _existing(text: str, path: Path, flag: str) -> tuple[Kind, str]:
     if path.is_dir() and not any(path.iterdir()):
         raise Problem(f"{flag} {text}: the folder is empty")
-    return Init(text, "folder" if path.is_dir() else "file", str(path), choice, flag)
+    return "folder" if path.is_dir() else "file", str(path)
 
 
 # ------------------------------------------------------------------------------- on this machine
@@ -108,17 +132,53 @@ def _existing(text: str, path: Path, choice: str | None, flag: str) -> Init:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """A checkpoint on the disk."""
+    """A checkpoint on the disk, and what is said about it."""
 
     path: Path  # what the reader opens: a file, or the folder of a TensorFlow checkpoint
     name: str  # for the card of a file that has none
     card: Card | None = None
     config: dict[str, Any] = field(default_factory=dict)  # config.json beside it
     processor: dict[str, Any] = field(default_factory=dict)  # preprocessor_config.json beside it, transformers' input
+    arch: str | None = None  # what the user says: the network,
+    format: str | None = None  # the format,
+    prefix: str | None = None  # and the backbone that is asked for
+
+    @property
+    def source(self) -> str:
+        """The file's name, for messages."""
+        return self.path.name
 
 
-def locate(init: Init) -> Located:
-    """Find (or fetch) the files of a checkpoint; not for `none` and `timm:`, which have none."""
+def locate(init: Init, arch: str | None = None) -> Located:
+    """Find (or fetch) the files of a checkpoint; not for `none` and `timm:`, which have none. `arch` is --arch."""
+    located = replace(_find(init), arch=arch, format=init.format, prefix=init.prefix)
+    choice = init.choice if init.chosen or not located.card else located.card.choice
+    return located if choice is None else with_choice(located, choice)
+
+
+def with_choice(located: Located, choice: str) -> Located:
+    """Sort what follows `::` into network, format and prefix, beside what flags say."""
+    from finetune_mile.checkpoints.adapters import ADAPTERS  # late: they need torch
+    from finetune_mile.networks.resnets import parse_arch
+    from finetune_mile.networks.vits import is_short
+
+    archs, formats, prefixes = ([one] if one else [] for one in (located.arch, located.format, located.prefix))
+    for part in choice.split("::"):
+        named = part.removeprefix("format=")
+        if named != part or part in ADAPTERS:
+            formats.append(named)
+        else:
+            (archs if part.startswith("timm:") or parse_arch(part) or is_short(part) else prefixes).append(part)
+    if len(set(archs)) > 1:
+        raise Problem(f"--init {located.source}::{archs[1]} and --arch {archs[0]} name two networks; give one of them")
+    for kind, word in ((set(formats), "formats"), (set(prefixes), "prefixes")):
+        if len(kind) > 1:
+            raise Problem(f"--init {located.source}: {' and '.join(sorted(kind))} are two {word}; give one of them")
+    arch, format, prefix = (next(iter(each), None) for each in (archs, formats, prefixes))
+    return replace(located, arch=arch, format=format, prefix=prefix)
+
+
+def _find(init: Init) -> Located:
     if init.kind == "card":
         card = find_card(init.name)
         return Located(path=fetch_card(card), name=card.name, card=card)

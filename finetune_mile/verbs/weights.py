@@ -284,7 +284,7 @@ def _add(args: argparse.Namespace) -> int:
     card = opened.card.model_copy(
         update={
             "name": args.name, "aliases": (), "method": args.method or opened.card.method, "arch": report.arch,
-            "padding": report.padding, "format": None, "path": str(path), "choice": init.choice, "paper": args.citation,
+            "padding": report.padding, "format": None, "path": str(path), "choice": init.chosen, "paper": args.citation,
             "file": None, "urls": (), "files": (), "sha256": digest(path, "sha256"), "bytes": path.stat().st_size,
             "features": first_features(opened), "verified": True,
         }

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -70,8 +70,8 @@ class Adapted:
 
     tensors: Tensors
     sources: dict[str, str]  # our name: the file's own
-    raw: dict[str, int]  # our name: the id of the file's own tensor
-    dropped: tuple[str, ...]  # own names; of what is outside the format, the full path
+    raw: dict[str, int] = field(default_factory=dict)  # our name: the id of the file's own tensor
+    dropped: tuple[str, ...] = ()  # own names; of what is outside the format, the full path
 
 
 def adapt(contents: Contents, adapter: Adapter, *, source: str, init: str = "") -> Adapted:

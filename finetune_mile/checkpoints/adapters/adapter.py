@@ -43,7 +43,7 @@ class Adapter:
     SimCLR-v2's projection head.
     """
 
-    # Why a file is of this format, or None: from its content, never from a file's name. Only asked where `mark` is found.
+    # Why a file is of this format, or None: from its content, never from a file's name.
     recognise: Callable[[Contents], str | None]
     # The tensors that concern this format, flat, in its own names.
     unwrap: Callable[[Contents], Tensors]
@@ -51,7 +51,7 @@ class Adapter:
     rename: Rename
     # Own name and tensor to torch's layout, say HWIO to OIHW.
     relayout: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
-    # A regular expression that every file of this format has in a line of `names_of`; the empty one is everywhere.
+    # A regular expression for a line of `names_of`; only files that have it are shown to `recognise`.
     mark: str = ""
     method: str = "unknown"
     padding: Padding = "torch"
@@ -95,7 +95,6 @@ def renaming(
 
     Modules beside the backbone that are not known are dropped too: its features do not need them.
     """
-
     beside = re.compile(rf"(?:{'|'.join(map(re.escape, dropped))})(?:[./]|$)") if dropped else None
 
     def rename(key: str) -> str | None:
