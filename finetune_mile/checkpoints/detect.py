@@ -72,10 +72,10 @@ def detect(contents: Contents, located: Located) -> Detected:
     A format that the user names gives its conventions, and its names if the file has them.
     """
     prefix, format = located.prefix, located.format
-    if format is not None and format not in ADAPTERS:
-        raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
     if prefix is None and format is None:
         return _detect_alone(contents, located)
+    if format is not None and format not in ADAPTERS:
+        raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
     named = None if format is None else _named(format, contents)
     unnamed = replace(located, prefix=None, format=None)
     if prefix is not None:
@@ -275,9 +275,9 @@ def _agrees(claim: str, name: str, shapes: Mapping[str, tuple[int, ...]]) -> boo
 
 def _check_unseen(name: str, shape: Arch | None, marks: Marks, adapter: Adapter, located: Located) -> None:
     """Ask the user where padding, which no tensor shows, is not known and nobody has said which network it is."""
-    source, place = located.source, str(located.path)
+    source = located.source
     if marks.cifar_stem is None and "-cifar" in name:
-        other = name.replace("-cifar", "-cifar2")
+        other, place = name.replace("-cifar", "-cifar2"), str(located.path)
         raise Problem(
             f"{source} holds a ResNet with a 3x3 stem and does not show its padding; say --arch {name} (padding 1, "
             f"the usual) or --arch {other} (padding 2, solo-learn's), or --format solo-learn where solo-learn made it; "
@@ -299,24 +299,25 @@ def is_certain(detected: Detected, contents: Contents) -> bool:
     return detected.format not in NAMES_ONLY and detected.adapter.is_certain(contents)
 
 
-def assumptions(name: str, said: Mapping[str, str]) -> tuple[str, ...]:
-    """What is assumed about a network of this name, each with the way to say otherwise; `said`: options of --arch."""
+def assumptions(name: str, short: str | None) -> tuple[str, ...]:
+    """What is assumed about a network of this name, each with the way to say otherwise; `short`: --arch, if given."""
     arch = parse_arch(name)
     if arch is None:
         if not name.startswith("timm:vit_"):
             return ("timm's network of that name, its defaults",)
+        said = split_options(short)[1] if short else {}
         base, options = split_options(name)
         heads = join_options(base, {**options, "heads": "N"})
-        short = "vit:" + "".join(f"{key}={value}," for key, value in said.items())
+        vit = "vit:" + "".join(f"{key}={value}," for key, value in said.items())
         act = options.get("act", "quick_gelu" if "_quickgelu_" in base else "gelu")
         eps = options.get("eps", "1e-05" if "_clip_" in base else "1e-06")
         pooled = "the mean of the patches" if options.get("pool") == "avg" else "the class token"
-        other = "" if "pool" in options else f" (the mean of the patches: --arch {short}pool=avg)"
+        other = "" if "pool" in options else f" (the mean of the patches: --arch {vit}pool=avg)"
         instead = "gelu" if act == "quick_gelu" else "quick_gelu"
         texts = {
             "heads": f"attention heads as in {name} (else --arch {heads})",
-            "act": f"activation {act} (else, for example, --arch {short}act={instead})",
-            "eps": f"norms before attention and MLP, with epsilon {eps} (another: --arch {short}eps=N)",
+            "act": f"activation {act} (else, for example, --arch {vit}act={instead})",
+            "eps": f"norms before attention and MLP, with epsilon {eps} (another: --arch {vit}eps=N)",
             "pool": f"features are {pooled} after the final norm{other}",
         }
         if base == "timm:vit_giant_patch14_dinov2":  # a gated MLP, which has its own activation
@@ -432,10 +433,11 @@ def read_marks(contents: Contents, detected: Detected, adapted: Adapted, options
     positions = adapted.tensors.get("pos_embed")
     if not detected.forced and not detected.adapter.is_certain(contents):
         stem = None  # many people call their modules backbone and classifier
-    kernel = adapted.tensors["conv1.weight"].shape[-1] if "conv1.weight" in adapted.tensors else 7
     bolts = _bolts(contents)
-    if bolts is not None and bolts[0] == (kernel == 7):
-        stem, pool, small_pool = "cifar", bolts[1] or not bolts[0], bolts[1] and not bolts[0]
+    if bolts is not None:
+        kernel = adapted.tensors["conv1.weight"].shape[-1] if "conv1.weight" in adapted.tensors else 7
+        if bolts[0] == (kernel == 7):
+            stem, pool, small_pool = "cifar", bolts[1] or not bolts[0], bolts[1] and not bolts[0]
     # solo-learn's backbones have no fc: a network that has its own is not one of them
     if stem is None and (detected.forced or adapted.sources.get("fc.weight", "").endswith("fc.weight")):
         stem = "cifar"

@@ -80,17 +80,8 @@ def _find_kind(text: str, where: str, flag: str) -> tuple[Kind, str]:
     scheme, colon, name = where.partition(":")
     if where == "none":
         return "none", where
-    if colon and scheme == SCHEME:
-        get_object(text, flag, "give the same network again, as in finetune_mile.train(init=..., resume=FOLDER)")
-        return "python", name
-    if colon and scheme == "timm":
-        if not name:
-            raise Problem(f"{flag} timm: needs a model's name, as in timm:resnet50.a1_in1k")
-        return "timm", name
-    if colon and scheme == "hf":
-        if name.count("/") != 1 or not all(name.split("/")):
-            raise Problem(f"{flag} {where}: a Hugging Face id is hf:owner/name")
-        return "hf", name
+    if colon and scheme in (SCHEME, "timm", "hf"):
+        return _check_scheme(text, scheme, name, flag), name
     if "/" not in where and where in list_cards():  # a card's name wins over a folder that happens to be called so
         return "card", where
     path = Path(where).expanduser()
@@ -101,6 +92,19 @@ def _find_kind(text: str, where: str, flag: str) -> tuple[Kind, str]:
     if "/" in where or path.suffix in _SUFFIXES:
         raise Missing(f"{flag} {where}: there is no such file or folder")
     return "card", find_card(where, flag).name
+
+
+def _check_scheme(text: str, scheme: str, name: str, flag: str) -> Kind:
+    if scheme == SCHEME:
+        get_object(text, flag, "give the same network again, as in finetune_mile.train(init=..., resume=FOLDER)")
+        return "python"
+    if scheme == "timm":
+        if not name:
+            raise Problem(f"{flag} timm: needs a model's name, as in timm:resnet50.a1_in1k")
+        return "timm"
+    if name.count("/") != 1 or not all(name.split("/")):
+        raise Problem(f"{flag} hf:{name}: a Hugging Face id is hf:owner/name")
+    return "hf"
 
 
 def parse_source(text: str | Init, flag: str) -> Init:
@@ -152,7 +156,7 @@ class Located:
 def locate(init: Init, arch: str | None = None) -> Located:
     """Find (or fetch) the files of a checkpoint; not for `none` and `timm:`, which have none. `arch` is --arch."""
     located = replace(_find(init), arch=arch, format=init.format, prefix=init.prefix)
-    choice = init.choice if init.chosen or not located.card else located.card.choice
+    choice = init.choice or (located.card.choice if located.card and not init.chosen else None)
     return located if choice is None else with_choice(located, choice)
 
 
@@ -192,9 +196,8 @@ def _find(init: Init) -> Located:
 
 def _beside(path: Path, name: str) -> Located:
     """A file of weights with the configs beside it."""
-    config, processor = read_config(path), path.parent / "preprocessor_config.json"
-    found = _read_json(processor) if "model_type" in config and processor.is_file() else {}
-    return Located(path=path, name=name, config=config, processor=found)
+    config, beside = _read_json(path.with_name("config.json")), path.with_name("preprocessor_config.json")
+    return Located(path=path, name=name, config=config, processor=_read_json(beside) if "model_type" in config else {})
 
 
 def _in_folder(folder: Path, init: Init, name: str) -> Located:
@@ -230,14 +233,15 @@ def _from_hub(init: Init) -> Path:
 
 def read_config(place: Path) -> dict[str, Any]:
     """The config.json of a run folder or an export, or beside a file of weights; empty without one."""
-    for folder in (place / "export", place) if place.is_dir() else (place.parent,):
-        path = folder / "config.json"
-        if path.is_file():
-            return _read_json(path)
-    return {}
+    if not place.is_dir():
+        return _read_json(place.with_name("config.json"))
+    inside = place / "export/config.json"
+    return _read_json(inside if inside.is_file() else place / "config.json")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
     if path.stat().st_size > _LARGEST_INDEX:
         raise Problem(f"{path} is larger than {_LARGEST_INDEX // 2**20} MB, too large for a config")
     return _parse_config(path.read_bytes(), str(path))

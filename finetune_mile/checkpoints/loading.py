@@ -34,7 +34,7 @@ from finetune_mile.images.pipeline import centre_view, normalise, to_pixels
 from finetune_mile.networks.heads import HeadBias, HeadWeight, build, get_head, new_head, set_head
 from finetune_mile.networks.parts import HiddenLinear
 from finetune_mile.networks.resnets import Padding, ResNet
-from finetune_mile.networks.vits import build_empty, expand_short, is_short, split_options
+from finetune_mile.networks.vits import build_empty, expand_short, is_short
 
 Activation = Literal["softmax", "sigmoid"]
 LINEAR, HIDDEN = {"fc.weight", "fc.bias"}, {"fc.hidden.weight", "fc.hidden.bias"}  # tensors of a classifier
@@ -196,6 +196,13 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
     init = parse_init(init)
     if head_from not in (0, 1):
         raise Problem(f"head_from {head_from}: 0 (features) or 1 (after the first projection layer)")
+    if init.kind in ("none", "python", "timm"):
+        return _open_without_file(init, arch)
+    located = locate(init, arch)
+    return open_contents(read(located.path), located, head_from)
+
+
+def _open_without_file(init: Init, arch: str | None) -> Opened:
     if init.kind == "python":
         from finetune_mile.checkpoints.brought import open_brought
 
@@ -207,13 +214,6 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
             loaded=tuple(network.state_dict()),
         )  # fmt: skip
         return Opened(network=network, card=card, report=report)
-    if init.kind == "none":
-        return _open_random(arch)
-    located = locate(init, arch)
-    return open_contents(read(located.path), located, head_from)
-
-
-def _open_random(arch: str | None) -> Opened:
     if arch is None:
         raise Problem(
             "no checkpoint and no network: say --init CHECKPOINT (`finetune-mile weights ls` lists published ones), "
@@ -232,7 +232,7 @@ def open_contents(contents: Contents, located: Located, head_from: int = 0) -> O
     """Open the backbone in a file that was read; `head_from` as in `load_network`."""
     source, header = located.source, read_header(contents.metadata)
     config = header or located.config
-    facts = _facts(config, located)
+    facts = _facts(config, located) if config else {}
     said = located.card or located.arch or located.format or located.prefix
     find = find_export if header and facts and not said else find_foreign
     adapted, card, report = find(contents, located, config, facts)
@@ -254,10 +254,10 @@ def open_contents(contents: Contents, located: Located, head_from: int = 0) -> O
         dropped=(*unused, *adapted.dropped, *report.dropped),
         classifier=len(heads["fc.weight"]) if set(heads) in (LINEAR, LINEAR | HIDDEN) else 0,
     )  # fmt: skip
-    names = {ours: adapted.sources[ours] for ours in heads}
     return Opened(
-        network=network, card=card, report=report, classifier=heads, classifier_names=names, own=own, config=config
-    )
+        network=network, card=card, report=report, classifier=heads,
+        classifier_names={ours: adapted.sources[ours] for ours in heads}, own=own, config=config,
+    )  # fmt: skip
 
 
 def find_export(
@@ -285,19 +285,18 @@ def find_foreign(
         check_sizes(config, {name: tuple(tensor.shape) for name, tensor in adapted.tensors.items()}, source=source)
     match, name = name_network(contents, match, adapted, located, config=facts.get("arch"), options=options)
     certain = bool(facts or card or (arch and not is_short(arch))) or is_certain(match, contents)
-    said = split_options(arch)[1] if arch and is_short(arch) else {}  # a short name says no more than its options
-    assumed = () if certain else assumptions(name, said)
+    assumed = () if certain else assumptions(name, arch)
     if card is None:
-        defaults = {"padding": match.adapter.padding, "preprocess": input_of(match.adapter, adapted.tensors, name)}
         card = Card.model_validate(
-            {"method": match.adapter.method, **defaults, **facts, "name": located.name, "arch": name,
-             "format": match.format, "notes": f"{_MADE}: {match.why}"}
+            {"method": match.adapter.method, "padding": match.adapter.padding,
+             "preprocess": input_of(match.adapter, adapted.tensors, name), **facts, "name": located.name,
+             "arch": name, "format": match.format, "notes": f"{_MADE}: {match.why}"}
         )  # fmt: skip
     report = LoadReport(
         format=match.format, why=match.why, arch=name, padding=card.padding, dropped=match.outside,
         stubs=contents.stubs, mapping=match.mapping, certain=certain,
         assumed=(*assumed, *(() if located.card else match.adapter.assumes)),
-        others=other_backbones(dict(leaves(contents.tree)), set(adapted.raw.values())),
+        others=other_backbones(dict(leaves(contents.tree)), adapted.used),
         picked=located.prefix is not None,
     )  # fmt: skip
     return adapted, card, report

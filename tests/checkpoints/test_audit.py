@@ -122,7 +122,7 @@ def test_anti_aliasing_is_assumed_and_the_printed_way_is_exact(tmp_path: Path) -
 )
 def test_every_network_that_an_assumption_names_has_the_same_tensors(name: str) -> None:
     mine = {key: tuple(tensor.shape) for key, tensor in trunk(name).items()}
-    for other in re.findall(r"--arch ([\w:-]+)", " ".join(assumptions(name, {}))):
+    for other in re.findall(r"--arch ([\w:-]+)", " ".join(assumptions(name, None))):
         assert {key: tuple(tensor.shape) for key, tensor in trunk(other).items()} == mine, other
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -70,7 +70,7 @@ class Adapted:
 
     tensors: Tensors
     sources: dict[str, str]  # our name: the file's own
-    raw: dict[str, int] = field(default_factory=dict)  # our name: the id of the file's own tensor
+    used: frozenset[int] = frozenset()  # ids of the file's own tensors
     dropped: tuple[str, ...] = ()  # own names; of what is outside the format, the full path
 
 
@@ -85,24 +85,19 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str, init: str = "") 
     """
     own = adapter.unwrap(contents)
     sources: dict[str, str] = {}
-    tensors: Tensors = {}
-    raw: dict[str, int] = {}
     dropped, unknown, inside = [], [], []
-    for key, tensor in own.items():
+    for key in own:
         try:
             name = adapter.rename(key)
         except InsideBackbone:
             inside.append(key)
-            continue
         except UnknownKey:
             unknown.append(key)
-            continue
-        if name is None:
-            dropped.append(key)
-            continue
-        if name in tensors:
-            raise Problem(f"{source}: {sources[name]} and {key} are both {name}; remove one of them from the file")
-        tensors[name], sources[name], raw[name] = adapter.relayout(key, tensor), key, id(tensor)
+        else:
+            if name is None:
+                dropped.append(key)
+            elif sources.setdefault(name, key) != key:
+                raise Problem(f"{source}: {sources[name]} and {key} are both {name}; remove one of them from the file")
     if inside:
         raise Problem(
             f"{source}: the backbone has parts that a plain ResNet or vision transformer does not have "
@@ -114,12 +109,14 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str, init: str = "") 
             f"{source}: {len(unknown)} tensors do not belong to this format, first {unknown[0]} "
             f"{tuple(own[unknown[0]].shape)}; remove them from the file to load it"
         )
-    seen = {id(tensor) for tensor in own.values()}
-    outside = [path for path, tensor in leaves(contents.tree) if id(tensor) not in seen]
+    tensors = {name: adapter.relayout(key, own[key]) for name, key in sources.items()}
     if not adapter.finished and "layer1.0.conv1.weight" not in tensors:  # a ResNet's are as they should be
         tensors = vits.finish(tensors)
+    seen = {id(tensor) for tensor in own.values()}
+    outside = [path for path, tensor in leaves(contents.tree) if id(tensor) not in seen]
+    used = frozenset(id(own[key]) for key in sources.values())
     sources |= {name: name for name in tensors if name not in sources}  # made of several tensors
-    return Adapted(tensors=tensors, sources=sources, raw=raw, dropped=(*dropped, *outside))
+    return Adapted(tensors=tensors, sources=sources, used=used, dropped=(*dropped, *outside))
 
 
 def few(names: Sequence[str]) -> str:

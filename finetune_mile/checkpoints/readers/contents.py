@@ -76,6 +76,5 @@ class Allowance:
 
     def spend(self, count: int) -> None:
         """Take `count` bytes before they are made, or refuse."""
-        why = "is refused: its contents would unfold to many times the size of the file"
-        require(0 <= count <= self._left, why)
+        require(0 <= count <= self._left, "is refused: its contents would unfold to many times the size of the file")
         self._left -= count

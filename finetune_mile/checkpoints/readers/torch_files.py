@@ -158,9 +158,8 @@ def plain_tree(root: Any) -> dict[str, Any]:
 
 
 def _is_module(value: Any) -> bool:
-    if not isinstance(value, Stub) or not isinstance(value.state, dict):
-        return False
-    return all(isinstance(value.state.get(part), dict) for part in _MODULE_PARTS)
+    state = value.state if isinstance(value, Stub) else None
+    return isinstance(state, dict) and all(isinstance(state.get(part), dict) for part in _MODULE_PARTS)
 
 
 def _module_tensors(value: Any) -> Any:
