@@ -49,6 +49,7 @@ _ANTIALIASED = {  # timm's networks with the same tensors
     "resnet50": ("resnetaa50", "resnetblur50"),
     "resnet50-d": ("resnetaa50d", "resnetblur50d"),
 }
+_FIRST = ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var")  # of the first stage's width
 _UNSEEN = re.compile(r"-nopool|-norelu|-v1|-pool|:heads=\d+$")  # parts of a network's name that no tensor shows
 
 
@@ -71,9 +72,9 @@ def detect(contents: Contents, located: Located) -> Detected:
 
     A format that the user names gives its conventions, and its names if the file has them.
     """
-    prefix, format = located.prefix, located.format
-    if prefix is None and format is None:
+    if located.prefix is None and located.format is None:
         return _detect_alone(contents, located)
+    prefix, format = located.prefix, located.format
     if format is not None and format not in ADAPTERS:
         raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
     named = None if format is None else _named(format, contents)
@@ -275,18 +276,17 @@ def _agrees(claim: str, name: str, shapes: Mapping[str, tuple[int, ...]]) -> boo
 
 def _check_unseen(name: str, shape: Arch | None, marks: Marks, adapter: Adapter, located: Located) -> None:
     """Ask the user where padding, which no tensor shows, is not known and nobody has said which network it is."""
-    source = located.source
     if marks.cifar_stem is None and "-cifar" in name:
         other, place = name.replace("-cifar", "-cifar2"), str(located.path)
         raise Problem(
-            f"{source} holds a ResNet with a 3x3 stem and does not show its padding; say --arch {name} (padding 1, "
-            f"the usual) or --arch {other} (padding 2, solo-learn's), or --format solo-learn where solo-learn made it; "
-            f"without a flag: {way(place, name)} or {way(place, other)}"
+            f"{located.source} holds a ResNet with a 3x3 stem and does not show its padding; say --arch {name} "
+            f"(padding 1, the usual) or --arch {other} (padding 2, solo-learn's), or --format solo-learn where "
+            f"solo-learn made it; without a flag: {way(place, name)} or {way(place, other)}"
         )
     known = adapter.padding_known or adapter.padding != "torch"
     if shape is not None and shape.project_first and not shape.sk and not known:
         raise Problem(
-            f"{source} holds a ResNet with a shortcut convolution in layer1.0: SimCLR's and "
+            f"{located.source} holds a ResNet with a shortcut convolution in layer1.0: SimCLR's and "
             "BYOL's have it, and each pads in its own way, which no tensor shows; say whose: "
             f"--format tonylins (SimCLR) or --format byol-convert (BYOL), or --arch {name} for torch's own padding"
         )
@@ -370,8 +370,8 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: st
     blocks = {(int(m[1]), int(m[2])) for name in shapes if (m := re.match(r"layer(\d+)\.(\d+)\.", name))}
     if not blocks:
         raise Problem(f"{source}: layer1.0.conv1.weight is missing, and so is every other block")
-    stages = max(stage for stage, _ in blocks)
-    layers = tuple(max((b for s, b in blocks if s == i + 1), default=-1) + 1 for i in range(stages))
+    stages = range(1, max(blocks)[0] + 1)
+    layers = tuple(max((block for at, block in blocks if at == stage), default=-1) + 1 for stage in stages)
     bottleneck = any(".conv3." in name or ".bn3." in name for name in shapes)
     deep = any(name.startswith("conv1.0.") or name.startswith("conv1.3.") for name in shapes)
     small = shapes.get("conv1.weight", (0, 0, 7, 7))[-1] == 3
@@ -407,8 +407,7 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: st
 
 def _width(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Channels of the first stage, by majority: a damaged tensor does not mislead."""
-    first = ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var")
-    votes = Counter(shapes[name][0] for name in first if shapes.get(name))
+    votes = Counter(shapes[name][0] for name in _FIRST if shapes.get(name))
     return votes.most_common(1)[0][0] if votes else 64
 
 
@@ -433,11 +432,12 @@ def read_marks(contents: Contents, detected: Detected, adapted: Adapted, options
     positions = adapted.tensors.get("pos_embed")
     if not detected.forced and not detected.adapter.is_certain(contents):
         stem = None  # many people call their modules backbone and classifier
-    bolts = _bolts(contents)
-    if bolts is not None:
+    settings = contents.tree.get("hyper_parameters")
+    if isinstance(settings, Mapping):  # lightning-bolts: first_conv (7x7, not 3x3), maxpool1 (max-pooling after it)
+        large, pooled = settings.get("first_conv"), settings.get("maxpool1")
         kernel = adapted.tensors["conv1.weight"].shape[-1] if "conv1.weight" in adapted.tensors else 7
-        if bolts[0] == (kernel == 7):
-            stem, pool, small_pool = "cifar", bolts[1] or not bolts[0], bolts[1] and not bolts[0]
+        if isinstance(large, bool) and isinstance(pooled, bool) and large == (kernel == 7):
+            stem, pool, small_pool = "cifar", pooled or not large, pooled and not large
     # solo-learn's backbones have no fc: a network that has its own is not one of them
     if stem is None and (detected.forced or adapted.sources.get("fc.weight", "").endswith("fc.weight")):
         stem = "cifar"
@@ -449,15 +449,6 @@ def read_marks(contents: Contents, detected: Detected, adapted: Adapted, options
         heads=None if positions is None or "heads" in options else _heads(contents, detected, positions),
         options=options,
     )
-
-
-def _bolts(contents: Contents) -> tuple[bool, bool] | None:
-    """Read lightning-bolts' hyper-parameters first_conv (7x7, not 3x3) and maxpool1 (max-pooling after it)."""
-    settings = contents.tree.get("hyper_parameters")
-    if not isinstance(settings, Mapping):
-        return None
-    first_conv, pool = settings.get("first_conv"), settings.get("maxpool1")
-    return (first_conv, pool) if isinstance(first_conv, bool) and isinstance(pool, bool) else None
 
 
 def _heads(contents: Contents, detected: Detected, positions: Tensor) -> int | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from finetune_mile.checkpoints.adapters import Adapted, adapt, few, input_of
 from finetune_mile.checkpoints.adapters.adapter import leaves, tensors_of
-from finetune_mile.checkpoints.adapters.behind import other_backbones, way
+from finetune_mile.checkpoints.adapters.behind import other_backbones
 from finetune_mile.checkpoints.cards import SCRATCH, Card
 from finetune_mile.checkpoints.detect import NAMES_ONLY, Detected, assumptions, detect, is_certain, name_network
 from finetune_mile.checkpoints.hugging_face import check_sizes, read_transformers
@@ -238,8 +238,8 @@ def open_contents(contents: Contents, located: Located, head_from: int = 0) -> O
     adapted, card, report = find(contents, located, config, facts)
     if report.arch.startswith("timm:"):
         adapted = canonical_head(adapted, report.arch)
-    own = report.format == OWN  # head and projection layer were trained together
-    without = ("fc.",) if head_from == 1 or own else ("fc.", "proj.")
+    # head and projection layer of an export were trained together
+    without = ("fc.",) if head_from == 1 or report.format == OWN else ("fc.", "proj.")
     parts = {ours: tensor for ours, tensor in adapted.tensors.items() if not ours.startswith(without)}
     heads = {ours: tensor for ours, tensor in adapted.tensors.items() if ours.startswith("fc.")}
     if head_from and "proj.0.weight" not in parts:
@@ -248,7 +248,7 @@ def open_contents(contents: Contents, located: Located, head_from: int = 0) -> O
         )
     network = build_for(report.arch, card.padding, parts.get("proj.0.weight"))
     check_fit(network, parts, source=source)
-    unused = [name for ours, name in adapted.sources.items() if ours not in parts]
+    unused = (name for ours, name in adapted.sources.items() if ours not in parts)
     report = replace(
         report, loaded=tuple(sorted(parts)), reset=_fill(network, parts, source=source),
         dropped=(*unused, *adapted.dropped, *report.dropped),
@@ -256,7 +256,8 @@ def open_contents(contents: Contents, located: Located, head_from: int = 0) -> O
     )  # fmt: skip
     return Opened(
         network=network, card=card, report=report, classifier=heads,
-        classifier_names={ours: adapted.sources[ours] for ours in heads}, own=own, config=config,
+        classifier_names={ours: adapted.sources[ours] for ours in heads}, config=config,
+        own=report.format == OWN,
     )  # fmt: skip
 
 
@@ -278,9 +279,7 @@ def find_foreign(
     source, card, arch = located.source, located.card, located.arch
     options = facts.pop("options", {})
     match = _find_format(contents, located, config, facts)
-    below = ".".join(each.rstrip("./") for each in match.mapping if each)
-    init = f"{way(str(located.path), below)} " if below else ""
-    adapted = adapt(match.contents, match.adapter, source=source, init=init)
+    adapted = adapt(match.contents, match.adapter, source=source, place=str(located.path), prefixes=match.mapping)
     if "model_type" in config:
         check_sizes(config, {name: tuple(tensor.shape) for name, tensor in adapted.tensors.items()}, source=source)
     match, name = name_network(contents, match, adapted, located, config=facts.get("arch"), options=options)
@@ -307,8 +306,7 @@ def _find_format(contents: Contents, located: Located, config: Mapping[str, Any]
     named = located.arch or facts.get("arch") or ""
     in_timm = named.startswith("timm:") and HEADER not in contents.metadata
     match = (native(contents, named, located.prefix) if in_timm else None) or detect(contents, located)
-    card = located.card
-    if card is not None and card.format not in (None, match.format):
+    if (card := located.card) is not None and card.format not in (None, match.format):
         said = f"card {card.name} says format {card.format}, the file is {match.format} ({match.why})"
         raise Problem(f"{located.source}: {said}")
     if "model_type" in config and not facts and match.format.startswith("hf-"):
@@ -367,8 +365,10 @@ def build_for(arch: str, padding: Padding, proj: Tensor | None) -> nn.Module:
 def check_fit(network: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
     """Refuse any name or shape that differs; batch counters may be missing."""
     expected = network.state_dict()
-    wrong = [f"{k} is missing" for k in expected.keys() - tensors.keys() if not k.endswith(COUNTER)]
-    wrong += [f"{k} is not in the network" for k in tensors.keys() - expected.keys()]
+    wrong = [
+        *(f"{name} is missing" for name in expected.keys() - tensors.keys() if not name.endswith(COUNTER)),
+        *(f"{name} is not in the network" for name in tensors.keys() - expected.keys()),
+    ]
     for name in expected.keys() & tensors.keys():
         have, need = tuple(tensors[name].shape), tuple(expected[name].shape)
         if have != need and not (name.endswith(COUNTER) and tensors[name].numel() == 1):

@@ -23,6 +23,7 @@ IMAGENET = Preprocess()
 # SimCLR's convention: [0, 1] without mean and deviation, a crop, then a bicubic resize.
 UNIT_RANGE = Preprocess(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), interpolation="bicubic", antialias=False)
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
+_WRAPPED = re.compile(rf"^(?:{'|'.join(map(re.escape, _WRAPPERS))})+")
 _HOMES = ("state_dict", "model_state_dict", "model")  # where files keep their state dict
 
 
@@ -174,12 +175,7 @@ def tops(tensors: Mapping[str, object]) -> set[str]:
 
 def below(prefix: str, key: str) -> str | None:
     """What follows `prefix` and any wrappers after it, or None where a name begins otherwise."""
-    if not key.startswith(prefix):
-        return None
-    rest = key[len(prefix) :]
-    while rest.startswith(_WRAPPERS):
-        rest = rest.split(".", 1)[1]
-    return rest
+    return _WRAPPED.sub("", key[len(prefix) :]) if key.startswith(prefix) else None
 
 
 # ----------------------------------------------------------------------------------- vocabularies

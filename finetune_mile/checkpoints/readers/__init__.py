@@ -79,10 +79,9 @@ def _read_parts(path: Path) -> Contents:
 
 
 def _read_file(path: Path) -> Contents:
-    from finetune_mile.checkpoints.readers import tensorflow_files, torch_files
-    from finetune_mile.checkpoints.readers.mapped import MappedFile
+    from finetune_mile.checkpoints.readers import mapped, tensorflow_files, torch_files
 
-    file = MappedFile(path)
+    file = mapped.MappedFile(path)
     container = _sniff(file)
     if container == "tf-checkpoint":
         return tensorflow_files.read_checkpoint(path)

@@ -52,8 +52,7 @@ class MappedFile:
         self.check(start, count)
         if count == 0 or start % itemsize:
             return torch.from_numpy(self.fresh(start, count)).untyped_storage()
-        part: torch.UntypedStorage = self._storage[start : start + count]
-        return part
+        return self._storage[start : start + count]  # type: ignore[no-any-return]
 
     def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of `shape` that begins at byte `start`."""
@@ -83,5 +82,4 @@ class MappedPages:
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first and any(low <= start and end <= high for low, high in self._ranges):
-            libc = ctypes.CDLL(None, use_errno=True)
-            libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)

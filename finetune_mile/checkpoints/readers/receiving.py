@@ -40,8 +40,7 @@ def itemsize(dtype: str | None) -> int:
 
 def _dtype(name: str) -> torch.dtype:
     require(name in DTYPES, "holds a tensor of a dtype that is not known")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -56,9 +56,9 @@ def _list_records(file: MappedFile) -> dict[str, tuple[int, int]]:
     except _BAD_ZIP as error:
         raise Refused(f"is a damaged zip file, fetch it again ({error})") from error
     names = [entry.filename for entry in entries]
-    scripted = any("/code/" in name or name.endswith("/constants.pkl") for name in names)
     require(
-        not (scripted and any(name.endswith("/data.pkl") for name in names)),
+        not any("/code/" in name or name.endswith("/constants.pkl") for name in names)
+        or not any(name.endswith("/data.pkl") for name in names),
         "is a TorchScript archive, a program with its weights; save its weights and use that: "
         "torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth')",
     )
