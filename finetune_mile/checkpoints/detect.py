@@ -75,8 +75,6 @@ def detect(contents: Contents, located: Located) -> Detected:
     if located.prefix is None and located.format is None:
         return _detect_alone(contents, located)
     prefix, format = located.prefix, located.format
-    if format is not None and format not in ADAPTERS:
-        raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
     named = None if format is None else _named(format, contents)
     unnamed = replace(located, prefix=None, format=None)
     if prefix is not None:
@@ -109,8 +107,10 @@ def _detect_alone(contents: Contents, located: Located) -> Detected:
 
 
 def _named(format: str, contents: Contents) -> Detected:
-    why = f"--format {format}"
-    return Detected(format=format, why=why, adapter=ADAPTERS[format], contents=contents, forced=True)
+    if format not in ADAPTERS:
+        raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
+    why, adapter = f"--format {format}", ADAPTERS[format]
+    return Detected(format=format, why=why, adapter=adapter, contents=contents, forced=True)
 
 
 def _recognised(contents: Contents) -> Detected | None:

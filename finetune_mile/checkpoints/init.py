@@ -25,6 +25,7 @@ _STEM = b"base_model/conv2d/kernel"
 
 
 Kind = Literal["none", "card", "file", "folder", "tensorflow", "timm", "hf", "python"]
+_SCHEMES: dict[str, Kind] = {SCHEME: "python", "timm": "timm", "hf": "hf"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,9 @@ def _find_kind(text: str, where: str, flag: str) -> tuple[Kind, str]:
     scheme, colon, name = where.partition(":")
     if where == "none":
         return "none", where
-    if colon and scheme in (SCHEME, "timm", "hf"):
-        return _check_scheme(text, scheme, name, flag), name
+    if colon and scheme in _SCHEMES:
+        _check_name(text, scheme, name, flag)
+        return _SCHEMES[scheme], name
     if "/" not in where and where in list_cards():  # a card's name wins over a folder that happens to be called so
         return "card", where
     path = Path(where).expanduser()
@@ -94,17 +96,14 @@ def _find_kind(text: str, where: str, flag: str) -> tuple[Kind, str]:
     return "card", find_card(where, flag).name
 
 
-def _check_scheme(text: str, scheme: str, name: str, flag: str) -> Kind:
+def _check_name(text: str, scheme: str, name: str, flag: str) -> None:
+    """Refuse what cannot be a network of the caller's, of timm or of the hub."""
     if scheme == SCHEME:
         get_object(text, flag, "give the same network again, as in finetune_mile.train(init=..., resume=FOLDER)")
-        return "python"
-    if scheme == "timm":
-        if not name:
-            raise Problem(f"{flag} timm: needs a model's name, as in timm:resnet50.a1_in1k")
-        return "timm"
-    if name.count("/") != 1 or not all(name.split("/")):
+    elif scheme == "timm" and not name:
+        raise Problem(f"{flag} timm: needs a model's name, as in timm:resnet50.a1_in1k")
+    elif scheme == "hf" and (name.count("/") != 1 or not all(name.split("/"))):
         raise Problem(f"{flag} hf:{name}: a Hugging Face id is hf:owner/name")
-    return "hf"
 
 
 def parse_source(text: str | Init, flag: str) -> Init:

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import numpy.typing as npt
 import torch
@@ -146,13 +146,8 @@ def load_public(
                 f"classifier in the file; finetune_mile.load_classifier({text!r}) returns the trained one",
                 stacklevel=3,
             )
-    return with_attributes(network, card=card, report=report, preprocess=Preprocessor(card.preprocess))
-
-
-def with_attributes(network: nn.Module, **attributes: object) -> nn.Module:
-    """A network in eval mode that carries what Python users ask for."""
-    for name, value in attributes.items():
-        setattr(network, name, cast(nn.Module, value))
+    for name, value in {"card": card, "report": report, "preprocess": Preprocessor(card.preprocess)}.items():
+        setattr(network, name, value)
     return network.eval()
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import finetune_mile
 from finetune_mile.checkpoints.cards import find_card
-from finetune_mile.checkpoints.classifier import load_with_head
+from finetune_mile.checkpoints.classifier import open_with_head
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.init import Located, with_choice
 from finetune_mile.checkpoints.loading import open_contents
@@ -287,7 +287,7 @@ def test_the_padding_of_a_3x3_stem_is_asked_for(name: str, build: Build) -> None
         assert network.report.arch == arch[(*way.values(), network.report.arch)[0]]
         assert upstream.distance(network, name).exact == (network.report.arch == ASKS[name])
     if name == "user_cifar_classifier":  # --model and --teacher have no --arch beside them
-        assert get_head(load_with_head(f"{path}::resnet18-cifar", "--model")[0]).out_features == 10
+        assert get_head(open_with_head(f"{path}::resnet18-cifar", "--model").network).out_features == 10
     assert finetune_mile.load(str(path), num_classes=3, arch=ASKS[name]).report.arch == ASKS[name]
 
 

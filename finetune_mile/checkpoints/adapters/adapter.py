@@ -164,6 +164,11 @@ def state_dict_of(contents: Contents) -> Tensors:
     return unwrapped(next(filter(None, homes), tensors_of(contents.tree)))
 
 
+def in_entry(name: str) -> Callable[[Contents], Tensors]:
+    """An `unwrap`: the state dict in one entry of a file."""
+    return lambda contents: unwrapped(tensors_of(contents.tree.get(name)))
+
+
 def in_parts(mapping: Mapping[str, Any], *parts: str) -> Tensors:
     """The tensors of some entries of a mapping, as `entry/name`."""
     return {f"{part}/{k}": v for part in parts for k, v in unwrapped(tensors_of(mapping.get(part))).items()}

@@ -12,6 +12,7 @@ from finetune_mile.checkpoints.adapters.adapter import (
     Vocabulary,
     detectron2,
     having,
+    in_entry,
     renaming,
     separius,
     separius_sk,
@@ -20,7 +21,6 @@ from finetune_mile.checkpoints.adapters.adapter import (
     tops,
     torchvision,
     torchvision_or_vit,
-    unwrapped,
 )
 from finetune_mile.checkpoints.init import HEADER, read_header
 from finetune_mile.checkpoints.readers import Contents
@@ -95,13 +95,9 @@ MOCO_V3 = Adapter(
 )
 
 
-def _d2_model(contents: Contents) -> Tensors:
-    return tensors_of(contents.tree.get("model"))
-
-
 DETECTRON2 = Adapter(
-    recognise=having(_d2_model, "stem.conv1.weight", says="detectron2's names, stem and res2"),
-    unwrap=_d2_model,
+    recognise=having(in_entry("model"), "stem.conv1.weight", says="detectron2's names, stem and res2"),
+    unwrap=in_entry("model"),
     rename=renaming(detectron2, dropped=("fc", "stem.fc")),
     method="moco",
     mark=r"^model/stem\.conv1\.weight$",
@@ -127,13 +123,9 @@ SWAV = Adapter(
 )
 
 
-def _paws_encoder(contents: Contents) -> Tensors:
-    return unwrapped(tensors_of(contents.tree.get("encoder")))
-
-
 PAWS = Adapter(
-    recognise=having(_paws_encoder, "conv1.weight", says="entry encoder in torchvision names"),
-    unwrap=_paws_encoder,
+    recognise=having(in_entry("encoder"), "conv1.weight", says="entry encoder in torchvision names"),
+    unwrap=in_entry("encoder"),
     rename=renaming(torchvision, classifier="fc", dropped=("fc", "pred")),
     method="paws",
     mark="^encoder$",
@@ -142,18 +134,14 @@ PAWS = Adapter(
 # --------------------- DINO's training files: the teacher is what it releases, the student is dropped
 
 
-def _dino_teacher(contents: Contents) -> Tensors:
-    return unwrapped(tensors_of(contents.tree.get("teacher")))
-
-
 def _is_dino(contents: Contents) -> str | None:
-    both = _dino_teacher(contents) and tensors_of(contents.tree.get("student"))
-    return "entries teacher and student" if both else None
+    entries = (tensors_of(contents.tree.get(name)) for name in ("teacher", "student"))
+    return "entries teacher and student" if all(entries) else None
 
 
 DINO = Adapter(
     recognise=_is_dino,
-    unwrap=_dino_teacher,
+    unwrap=in_entry("teacher"),
     rename=renaming(torchvision_or_vit, trunks=("backbone.",), dropped=("head", "backbone.masked_embed")),
     method="dino",
     options={"resize": "offset"},

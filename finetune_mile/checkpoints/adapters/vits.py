@@ -4,7 +4,7 @@ Names after `rename` are timm's. Query, key and value in three tensors are `attn
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from finetune_mile.checkpoints.adapters.adapter import (
     UnknownKey,
     Vocabulary,
     convnext,
+    in_entry,
     renaming,
     state_dict_of,
     swin,
@@ -46,15 +47,16 @@ def _has(weights: Tensors, vocabulary: Vocabulary, anchors: set[str], prefixes: 
     return None
 
 
+def _named(vocabulary: Vocabulary, anchors: set[str], says: str) -> Callable[[Contents], str | None]:
+    """A `recognise`: the state dict has these names of ours."""
+    return lambda contents: None if _has(state_dict_of(contents), vocabulary, anchors) is None else f"names of {says}"
+
+
 # ------------------------------------------------------- plain names: timm, DINO, iBOT, MAE, DeiT; DINOv2
 
 
-def _is_vit(contents: Contents) -> str | None:
-    return None if _has(state_dict_of(contents), vit, _ANCHORS) is None else "names of a vision transformer"
-
-
 VIT = Adapter(
-    recognise=_is_vit,
+    recognise=_named(vit, _ANCHORS, "a vision transformer"),
     unwrap=state_dict_of,
     rename=renaming(vit, classifier="head", dropped=_DROPPED),
     method="vit",
@@ -119,8 +121,7 @@ DINOV2 = Adapter(
 )
 
 
-def _msn_target(contents: Contents) -> Tensors:
-    return unwrapped(tensors_of(contents.tree.get("target_encoder")))
+_msn_target = in_entry("target_encoder")
 
 
 def _is_msn(contents: Contents) -> str | None:
@@ -172,14 +173,8 @@ _torchvision_vit = _substitute(
     vit,
 )
 
-
-def _is_torchvision_vit(contents: Contents) -> str | None:
-    found = _has(state_dict_of(contents), _torchvision_vit, _ANCHORS)
-    return None if found is None else "names of torchvision's vision transformer"
-
-
 TORCHVISION_VIT = Adapter(
-    recognise=_is_torchvision_vit,
+    recognise=_named(_torchvision_vit, _ANCHORS, "torchvision's vision transformer"),
     unwrap=state_dict_of,
     rename=renaming(_torchvision_vit, classifier="heads.head", dropped=("heads",)),
     method="torchvision",
@@ -254,11 +249,12 @@ _clip = _substitute(
     ),
     vit,
 )
+_CLIP_ANCHORS = {*_ANCHORS, "norm_pre.weight"}
 _CLIP_SCALARS = ("input_resolution", "context_length", "vocab_size")
 
 
 def _is_clip(contents: Contents) -> str | None:
-    found = _has(state_dict_of(contents), _clip, {*_ANCHORS, "norm_pre.weight"}, ("visual.", ""))
+    found = _has(state_dict_of(contents), _clip, _CLIP_ANCHORS, ("visual.", ""))
     return None if found is None else f"names of CLIP's image network{' below ' + found if found else ''}"
 
 
@@ -290,11 +286,6 @@ def _rename_clip_flat(key: str) -> str | None:
     return name
 
 
-def _is_clip_flat(contents: Contents) -> str | None:
-    found = _has(state_dict_of(contents), _clip, {*_ANCHORS, "norm_pre.weight"})
-    return None if found is None else "names of CLIP's image network"
-
-
 def _shaped(name: str, tensor: Tensor) -> Tensor:
     if name == "cls_token" and tensor.ndim == 1:
         return tensor.view(1, 1, -1)
@@ -309,18 +300,14 @@ OPEN_CLIP = Adapter(
     recognise=_is_clip, unwrap=state_dict_of, rename=_rename_clip, method="clip", preprocess=_CLIP, mark=r"ln_pre\."
 )
 OPENAI_CLIP = replace(OPEN_CLIP, recognise=_is_openai, options={"act": "quick_gelu"})
-CLIP_VISUAL = replace(OPEN_CLIP, recognise=_is_clip_flat, rename=_rename_clip_flat)
+CLIP_VISUAL = replace(
+    OPEN_CLIP, recognise=_named(_clip, _CLIP_ANCHORS, "CLIP's image network"), rename=_rename_clip_flat
+)
 
 # ------------------------------------------------------- ConvNeXt and Swin, in timm's and their own names
 
-
-def _is_convnext(contents: Contents) -> str | None:
-    anchors = {"stem.0.weight", "stages.0.blocks.0.conv_dw.weight"}
-    return None if _has(state_dict_of(contents), convnext, anchors) is None else "names of a ConvNeXt"
-
-
 CONVNEXT = Adapter(
-    recognise=_is_convnext,
+    recognise=_named(convnext, {"stem.0.weight", "stages.0.blocks.0.conv_dw.weight"}, "a ConvNeXt"),
     unwrap=state_dict_of,
     rename=renaming(convnext, classifier="head.fc", dropped=("head.fc", "head.weight", "head.bias")),
     method="convnext",
@@ -328,15 +315,9 @@ CONVNEXT = Adapter(
     preprocess=_BICUBIC,
     mark="conv_dw|dwconv",
 )
-
-
-def _is_swin(contents: Contents) -> str | None:
-    anchors = {"patch_embed.proj.weight", "layers.0.blocks.0.attn.relative_position_bias_table"}
-    return None if _has(state_dict_of(contents), swin, anchors) is None else "names of a Swin transformer"
-
-
+_SWIN_ANCHORS = {"patch_embed.proj.weight", "layers.0.blocks.0.attn.relative_position_bias_table"}
 SWIN = Adapter(
-    recognise=_is_swin,
+    recognise=_named(swin, _SWIN_ANCHORS, "a Swin transformer"),
     unwrap=state_dict_of,
     rename=renaming(swin, classifier="head.fc", dropped=("head",)),
     method="swin",
@@ -430,10 +411,6 @@ def _transformers(vocabulary: Vocabulary, anchors: set[str], says: str, classifi
     def inner(key: str) -> str | None:
         return vocabulary(_MODELS.sub("", key, count=1))
 
-    def recognise(contents: Contents) -> str | None:
-        found = _has(state_dict_of(contents), inner, anchors)
-        return None if found is None else f"names of transformers' {says}"
-
     def rename(key: str) -> str | None:
         module, _, leaf = key.rpartition(".")
         if module == classifier and leaf in ("weight", "bias"):
@@ -443,6 +420,7 @@ def _transformers(vocabulary: Vocabulary, anchors: set[str], says: str, classifi
             raise UnknownKey(key)
         return name
 
+    recognise = _named(inner, anchors, f"transformers' {says}")
     return Adapter(recognise=recognise, unwrap=state_dict_of, rename=rename, method="transformers", mark=r"encoder\.")
 
 
