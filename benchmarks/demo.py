@@ -23,7 +23,7 @@ def picture(folder: Path, path: Path) -> None:
     import torch
     from matplotlib.figure import Figure
 
-    from finetune_mile.checkpoints.classifier import load_with_head
+    from finetune_mile.checkpoints.classifier import open_with_head
     from finetune_mile.images.pipeline import normalise
     from finetune_mile.images.sources.grids import load
 
@@ -33,7 +33,8 @@ def picture(folder: Path, path: Path) -> None:
     images = torch.stack([val.read(i) for i in picked])
     outputs = {}
     for method in ("sigmoid", "mile"):
-        network, preprocess, _ = load_with_head(str(folder / f"{method}-0"), "--runs")
+        opened = open_with_head(str(folder / f"{method}-0"), "--runs")
+        network, preprocess = opened.network, opened.card.preprocess
         mean, std = (torch.tensor(v).view(3, 1, 1) for v in (preprocess.mean, preprocess.std))
         with torch.no_grad():
             outputs[method] = network(normalise(images, mean, std)).sigmoid()

@@ -40,12 +40,6 @@ def open_with_head(source: str | Init, flag: str) -> Opened:
     return opened
 
 
-def load_with_head(source: str | Init, flag: str) -> tuple[nn.Module, Preprocess, tuple[str, ...] | None]:
-    """The same as a tuple: the network, its input convention, and its classes where the file names them."""
-    opened = open_with_head(source, flag)
-    return opened.network, opened.card.preprocess, opened.classes
-
-
 # -------------------------------------------------------------------------------- for Python users
 
 
@@ -156,7 +150,8 @@ def _read(image: Picture) -> Any:
 
 def load_teacher(source: Init, *, classes: tuple[str, ...], seen: Preprocess) -> nn.Module:
     """The network behind --teacher, with its own head, ready for images in the convention `seen`."""
-    network, own, known = load_with_head(source, "--teacher")
+    opened = open_with_head(source, "--teacher")
+    network, own, known = opened.network, opened.card.preprocess, opened.classes
     size = get_head(network).out_features
     if size != len(classes):
         raise Problem(

@@ -98,7 +98,7 @@ def add_card(
     card = opened.card.model_copy(
         update={
             "name": name, "aliases": (), "method": method or opened.card.method, "arch": report.arch,
-            "padding": report.padding, "format": None, "path": str(path), "choice": init.choice, "paper": citation,
+            "padding": report.padding, "format": None, "path": str(path), "choice": init.chosen, "paper": citation,
             "file": None, "urls": (), "files": (), "sha256": digest(path, "sha256"), "bytes": path.stat().st_size,
             "features": first_features(opened), "verified": True,
         }

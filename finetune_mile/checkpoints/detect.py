@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from finetune_mile.checkpoints.adapters import ADAPTERS, Adapted
-from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, leaves
+from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, leaves, names_of
 from finetune_mile.checkpoints.adapters.behind import (
     TOP,
     behind,
@@ -25,6 +25,7 @@ from finetune_mile.checkpoints.adapters.behind import (
     resolve,
     way,
 )
+from finetune_mile.checkpoints.init import Located
 from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.checkpoints.sizes import (
     add_options,
@@ -48,6 +49,7 @@ _ANTIALIASED = {  # timm's networks with the same tensors
     "resnet50": ("resnetaa50", "resnetblur50"),
     "resnet50-d": ("resnetaa50d", "resnetblur50d"),
 }
+_FIRST = ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var")  # of the first stage's width
 _UNSEEN = re.compile(r"-nopool|-norelu|-v1|-pool|:heads=\d+$")  # parts of a network's name that no tensor shows
 
 
@@ -65,41 +67,38 @@ class Detected:
     arch: str | None = None  # the network, where its own names were recognised
 
 
-def detect(
-    contents: Contents, prefix: str | None, *, source: str, place: str = "", format: str | None = None
-) -> Detected:
-    """Find the adapter for a file.
+def detect(contents: Contents, located: Located) -> Detected:
+    """Find the adapter for a file, or for the one backbone of it that is asked for.
 
-    Args:
-        contents: the file as read.
-        prefix: of the one backbone that is asked for, or a part of that prefix which no other backbone has.
-        source: the file's name, for messages.
-        place: the file as the user can give it to --init, for messages.
-        format: the name of a format: its conventions hold, and its names if the file has them.
+    A format that the user names gives its conventions, and its names if the file has them.
     """
-    place = place or source
-    if format is not None and format not in ADAPTERS:
-        raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
+    if located.prefix is None and located.format is None:
+        return _detect_alone(contents, located)
+    prefix, format = located.prefix, located.format
+    named = None if format is None else _named(format, contents)
+    unnamed = replace(located, prefix=None, format=None)
     if prefix is not None:
-        prefix, part, outside = _part(contents, prefix, source, place)
-        complete = _named(format, contents) if format else _recognised(contents)
-        detected = _as_in(complete, detect(part, None, source=source, place=place))
+        prefix, part, outside = _part(contents, prefix, located)
+        detected = _as_in(named or _recognised(contents), detect(part, unnamed))
         why = f"{detected.why}, below {prefix}"
         return replace(
             detected, why=why, outside=outside, mapping={prefix: "", **detected.mapping}, forced=bool(format)
         )
-    if format is not None:
-        named = _named(format, contents)
-        if _explains(named.adapter, contents):
-            return named
-        return replace(_as_in(named, detect(contents, None, source=source, place=place)), why=named.why, forced=True)
+    assert named is not None
+    if _explains(named.adapter, contents):
+        return named
+    return replace(_as_in(named, detect(contents, unnamed)), why=named.why, forced=True)
+
+
+def _detect_alone(contents: Contents, located: Located) -> Detected:
+    """The format that the content shows."""
     known = _recognised(contents)
     if known is not None:
         explained = _explains(known.adapter, contents)
         if explained or (explained is None and known.adapter.is_certain(contents)):
             return known
     try:
-        found = _behind_prefix(contents, source, place)
+        found = _behind_prefix(contents, located)
     except Problem:
         if known is None:
             raise
@@ -108,13 +107,16 @@ def detect(
 
 
 def _named(format: str, contents: Contents) -> Detected:
-    why = f"--format {format}"
-    return Detected(format=format, why=why, adapter=ADAPTERS[format], contents=contents, forced=True)
+    if format not in ADAPTERS:
+        raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
+    why, adapter = f"--format {format}", ADAPTERS[format]
+    return Detected(format=format, why=why, adapter=adapter, contents=contents, forced=True)
 
 
 def _recognised(contents: Contents) -> Detected | None:
+    names = names_of(contents)
     for name, adapter in ADAPTERS.items():
-        why = adapter.recognise(contents)
+        why = adapter.recognise(contents) if re.search(adapter.mark, names, re.MULTILINE) else None
         if why is not None:
             return Detected(format=name, why=why, adapter=adapter, contents=contents)
     return None
@@ -149,7 +151,7 @@ def _as_in(complete: Detected | None, part: Detected) -> Detected:
     return replace(part, format=complete.format, why=complete.why, adapter=adapter)
 
 
-def _part(contents: Contents, choice: str, source: str, place: str) -> tuple[str, Contents, tuple[str, ...]]:
+def _part(contents: Contents, choice: str, located: Located) -> tuple[str, Contents, tuple[str, ...]]:
     """The prefix that was asked for, the tensors below it as a flat file of its own, and the paths of the rest."""
     everything = dict(leaves(contents.tree))
     trunks = list_prefixes(everything)
@@ -165,20 +167,20 @@ def _part(contents: Contents, choice: str, source: str, place: str) -> tuple[str
     prefixes = sorted(filter(None, trunks))
     if not prefixes:
         near = ", ".join(map(str, contents.tree))
-        raise Problem(f"{source}: no tensor is below {choice!r}; the file has: {near}")
-    ways = " or ".join(way(place, prefix.rstrip("./")) for prefix in prefixes)
-    raise Problem(f"{source}: no tensor is below {choice!r}; the file has backbones elsewhere: {ways}")
+        raise Problem(f"{located.source}: no tensor is below {choice!r}; the file has: {near}")
+    ways = " or ".join(way(str(located.path), prefix.rstrip("./")) for prefix in prefixes)
+    raise Problem(f"{located.source}: no tensor is below {choice!r}; the file has backbones elsewhere: {ways}")
 
 
-def _behind_prefix(contents: Contents, source: str, place: str) -> Detected:
+def _behind_prefix(contents: Contents, located: Located) -> Detected:
     paths = dict(leaves(contents.tree))
     language, trunks = find_trunks(paths)
     if not trunks:
-        raise no_backbone(paths, source)
+        raise no_backbone(paths, located.source)
     chosen = choose(trunks, paths)
     if chosen is None:
-        ways = " or ".join(way(place, prefix or TOP) for prefix in sorted(trunks))
-        raise Problem(f"{source} holds {len(trunks)} backbones; choose one: {ways}")
+        ways = " or ".join(way(str(located.path), prefix or TOP) for prefix in sorted(trunks))
+        raise Problem(f"{located.source} holds {len(trunks)} backbones; choose one: {ways}")
     prefix, reason = chosen
     nested = any("/" in path[len(prefix) :] for path in trunks[prefix].values())
     return Detected(
@@ -210,56 +212,41 @@ def name_network(
     contents: Contents,
     detected: Detected,
     adapted: Adapted,
+    located: Located,
     *,
     config: str | None,
-    card: str | None,
-    arch: str | None,
-    source: str,
-    place: str = "",
-    options: Mapping[str, str] | None = None,
+    options: Mapping[str, str],
 ) -> tuple[Detected, str]:
-    """Read the architecture from the tensors and compare it with every claim.
+    """Read the architecture from the tensors and compare it with every claim: of its config, its card, and --arch.
 
     Args:
         contents: the complete file, also where only a part of it is loaded.
         detected: its format.
         adapted: the tensors that are loaded, in our names.
-        config: what its config says.
-        card: what its card says.
-        arch: what --arch says.
-        source: the file's name, for messages.
-        place: the file as the user can give it to --init, for messages.
+        located: where it is, and what is said about it.
+        config: the network that its config names.
         options: of a network's name, from its config.
 
     Returns:
         The format, with other conventions if the architecture implies them; and the network's name.
     """
-    place = place or source
+    source, arch, own = located.source, located.arch, detected.adapter.own
     shapes = {n: tuple(t.shape) for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
-    given = {**detected.adapter.options, **(options or {})}
+    given = {**detected.adapter.options, **options}
     if "reg_token" in shapes and given.get("resize") == "offset":
         del given["resize"]  # DINOv2's authors resize the positions of networks with registers as timm does
     if arch is not None and is_short(arch):
         given, arch = merge_claim(arch, given, source=source, shapes=shapes), None
     marks = read_marks(contents, detected, adapted, given)
-    if marks.heads == UNKNOWN and (config, card, arch) != (None, None, None):
+    said = {"its config": config, "the card": located.card.arch if located.card else None, "--arch": arch}
+    claims = {who: claim for who, claim in said.items() if claim is not None}
+    if marks.heads == UNKNOWN and claims:
         marks = replace(marks, heads=None)
     # the tensors do not tell timm's networks and those with group norm
-    if config is not None and (detected.adapter.own or config.startswith("timm:") or "-gn" in config):
-        name = config
-    elif detected.arch is not None:
-        name = detected.arch
-    else:
-        name = read_arch(shapes, marks, source=source)
-    claims = [
-        (claim, who)
-        for claim, who in ((config, "its config"), (card, "the card"), (arch, "--arch"))
-        if claim is not None
-    ]
-    for claim, who in claims:
-        # A claim may add to what a file shows beside its tensors, for a file need not show it, but must keep that.
-        unseen = [part for part in _UNSEEN.findall(name) if not part.startswith(":")]
-        if not (_same_tensors(claim, name) or has_shapes(claim, shapes)) or not all(part in claim for part in unseen):
+    from_config = config is not None and (own or config.startswith("timm:") or "-gn" in config)
+    name = (config if from_config else detected.arch) or read_arch(shapes, marks, source=source)
+    for who, claim in claims.items():
+        if not _agrees(claim, name, shapes):
             advice = "; leave --arch out" if who == "--arch" else ""
             raise Problem(f"{source} holds a {name}, {who} says {claim}{advice}")
         if marks.heads and marks.heads > 0 and "heads=" not in claim and "heads=" not in (arch or ""):
@@ -268,26 +255,41 @@ def name_network(
                 f"say --arch {claim}:heads={marks.heads} (or another number)"
             )
         name = add_options(claim, marks.options)
-    if name.startswith("timm:") and not detected.adapter.own:
+    if name.startswith("timm:") and not own:
         name = resized_as_authors(name)
     shape = parse_arch(name)
-    if marks.cifar_stem is None and not claims and "-cifar" in name:
-        other = name.replace("-cifar", "-cifar2")
-        raise Problem(
-            f"{source} holds a ResNet with a 3x3 stem and does not show its padding; say --arch {name} (padding 1, "
-            f"the usual) or --arch {other} (padding 2, solo-learn's), or --format solo-learn where solo-learn made it; "
-            f"without a flag: {way(place, name)} or {way(place, other)}"
-        )
-    if shape is not None and detected.adapter.padding == "torch":
-        if shape.sk:
-            detected = replace(detected, adapter=from_simclr(detected.adapter))
-        elif shape.project_first and not claims and not detected.adapter.padding_known:
-            raise Problem(
-                f"{source} holds a ResNet with a shortcut convolution in layer1.0: SimCLR's and "
-                "BYOL's have it, and each pads in its own way, which no tensor shows; say whose: "
-                f"--format tonylins (SimCLR) or --format byol-convert (BYOL), or --arch {name} for torch's own padding"
-            )
+    if not claims:
+        _check_unseen(name, shape, marks, detected.adapter, located)
+    if shape is not None and shape.sk and detected.adapter.padding == "torch":
+        detected = replace(detected, adapter=from_simclr(detected.adapter))
     return detected, name
+
+
+def _agrees(claim: str, name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Can a network that is claimed be the one that the file shows?
+
+    A claim may add to what a file shows beside its tensors, for a file need not show it, but must keep that.
+    """
+    unseen = [part for part in _UNSEEN.findall(name) if not part.startswith(":")]
+    return (_same_tensors(claim, name) or has_shapes(claim, shapes)) and all(part in claim for part in unseen)
+
+
+def _check_unseen(name: str, shape: Arch | None, marks: Marks, adapter: Adapter, located: Located) -> None:
+    """Ask the user where padding, which no tensor shows, is not known and nobody has said which network it is."""
+    if marks.cifar_stem is None and "-cifar" in name:
+        other, place = name.replace("-cifar", "-cifar2"), str(located.path)
+        raise Problem(
+            f"{located.source} holds a ResNet with a 3x3 stem and does not show its padding; say --arch {name} "
+            f"(padding 1, the usual) or --arch {other} (padding 2, solo-learn's), or --format solo-learn where "
+            f"solo-learn made it; without a flag: {way(place, name)} or {way(place, other)}"
+        )
+    known = adapter.padding_known or adapter.padding != "torch"
+    if shape is not None and shape.project_first and not shape.sk and not known:
+        raise Problem(
+            f"{located.source} holds a ResNet with a shortcut convolution in layer1.0: SimCLR's and "
+            "BYOL's have it, and each pads in its own way, which no tensor shows; say whose: "
+            f"--format tonylins (SimCLR) or --format byol-convert (BYOL), or --arch {name} for torch's own padding"
+        )
 
 
 def is_certain(detected: Detected, contents: Contents) -> bool:
@@ -297,24 +299,25 @@ def is_certain(detected: Detected, contents: Contents) -> bool:
     return detected.format not in NAMES_ONLY and detected.adapter.is_certain(contents)
 
 
-def assumptions(name: str, said: Mapping[str, str]) -> tuple[str, ...]:
-    """What is assumed about a network of this name, each with the way to say otherwise; `said`: options of --arch."""
+def assumptions(name: str, short: str | None) -> tuple[str, ...]:
+    """What is assumed about a network of this name, each with the way to say otherwise; `short`: --arch, if given."""
     arch = parse_arch(name)
     if arch is None:
         if not name.startswith("timm:vit_"):
             return ("timm's network of that name, its defaults",)
+        said = split_options(short)[1] if short else {}
         base, options = split_options(name)
         heads = join_options(base, {**options, "heads": "N"})
-        short = "vit:" + "".join(f"{key}={value}," for key, value in said.items())
+        vit = "vit:" + "".join(f"{key}={value}," for key, value in said.items())
         act = options.get("act", "quick_gelu" if "_quickgelu_" in base else "gelu")
         eps = options.get("eps", "1e-05" if "_clip_" in base else "1e-06")
         pooled = "the mean of the patches" if options.get("pool") == "avg" else "the class token"
-        other = "" if "pool" in options else f" (the mean of the patches: --arch {short}pool=avg)"
+        other = "" if "pool" in options else f" (the mean of the patches: --arch {vit}pool=avg)"
         instead = "gelu" if act == "quick_gelu" else "quick_gelu"
         texts = {
             "heads": f"attention heads as in {name} (else --arch {heads})",
-            "act": f"activation {act} (else, for example, --arch {short}act={instead})",
-            "eps": f"norms before attention and MLP, with epsilon {eps} (another: --arch {short}eps=N)",
+            "act": f"activation {act} (else, for example, --arch {vit}act={instead})",
+            "eps": f"norms before attention and MLP, with epsilon {eps} (another: --arch {vit}eps=N)",
             "pool": f"features are {pooled} after the final norm{other}",
         }
         if base == "timm:vit_giant_patch14_dinov2":  # a gated MLP, which has its own activation
@@ -367,8 +370,8 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: st
     blocks = {(int(m[1]), int(m[2])) for name in shapes if (m := re.match(r"layer(\d+)\.(\d+)\.", name))}
     if not blocks:
         raise Problem(f"{source}: layer1.0.conv1.weight is missing, and so is every other block")
-    stages = max(stage for stage, _ in blocks)
-    layers = tuple(max((b for s, b in blocks if s == i + 1), default=-1) + 1 for i in range(stages))
+    stages = range(1, max(blocks)[0] + 1)
+    layers = tuple(max((block for at, block in blocks if at == stage), default=-1) + 1 for stage in stages)
     bottleneck = any(".conv3." in name or ".bn3." in name for name in shapes)
     deep = any(name.startswith("conv1.0.") or name.startswith("conv1.3.") for name in shapes)
     small = shapes.get("conv1.weight", (0, 0, 7, 7))[-1] == 3
@@ -404,8 +407,7 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: st
 
 def _width(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Channels of the first stage, by majority: a damaged tensor does not mislead."""
-    first = ("conv1.weight", "bn1.weight", "bn1.bias", "bn1.running_mean", "bn1.running_var")
-    votes = Counter(shapes[name][0] for name in first if shapes.get(name))
+    votes = Counter(shapes[name][0] for name in _FIRST if shapes.get(name))
     return votes.most_common(1)[0][0] if votes else 64
 
 
@@ -427,12 +429,15 @@ def _inside(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
 def read_marks(contents: Contents, detected: Detected, adapted: Adapted, options: Mapping[str, str]) -> Marks:
     """Read the marks of a complete file; arguments as in `name_network`."""
     stem, pool, small_pool = detected.adapter.cifar_stem, True, False
+    positions = adapted.tensors.get("pos_embed")
     if not detected.forced and not detected.adapter.is_certain(contents):
         stem = None  # many people call their modules backbone and classifier
-    kernel = adapted.tensors["conv1.weight"].shape[-1] if "conv1.weight" in adapted.tensors else 7
-    bolts = _bolts(contents)
-    if bolts is not None and bolts[0] == (kernel == 7):
-        stem, pool, small_pool = "cifar", bolts[1] or not bolts[0], bolts[1] and not bolts[0]
+    settings = contents.tree.get("hyper_parameters")
+    if isinstance(settings, Mapping):  # lightning-bolts: first_conv (7x7, not 3x3), maxpool1 (max-pooling after it)
+        large, pooled = settings.get("first_conv"), settings.get("maxpool1")
+        kernel = adapted.tensors["conv1.weight"].shape[-1] if "conv1.weight" in adapted.tensors else 7
+        if isinstance(large, bool) and isinstance(pooled, bool) and large == (kernel == 7):
+            stem, pool, small_pool = "cifar", pooled or not large, pooled and not large
     # solo-learn's backbones have no fc: a network that has its own is not one of them
     if stem is None and (detected.forced or adapted.sources.get("fc.weight", "").endswith("fc.weight")):
         stem = "cifar"
@@ -441,27 +446,18 @@ def read_marks(contents: Contents, detected: Detected, adapted: Adapted, options
         stem_pool=pool,
         small_pool=small_pool,
         stem_relu=detected.adapter.stem_relu,
-        heads=None if "heads" in options else _heads(contents, detected, adapted.tensors.get("pos_embed")),
+        heads=None if positions is None or "heads" in options else _heads(contents, detected, positions),
         options=options,
     )
 
 
-def _bolts(contents: Contents) -> tuple[bool, bool] | None:
-    """Read lightning-bolts' hyper-parameters first_conv (7x7, not 3x3) and maxpool1 (max-pooling after it)."""
-    settings = contents.tree.get("hyper_parameters")
-    if not isinstance(settings, Mapping):
-        return None
-    first_conv, pool = settings.get("first_conv"), settings.get("maxpool1")
-    return (first_conv, pool) if isinstance(first_conv, bool) and isinstance(pool, bool) else None
-
-
-def _heads(contents: Contents, detected: Detected, positions: Tensor | None) -> int | None:
+def _heads(contents: Contents, detected: Detected, positions: Tensor) -> int | None:
     """Number of attention heads of MoCo-v3's small transformers: 12, where timm's have 3 (tiny) and 6 (small).
 
     Their positions are fixed, so a converted file shows them too. solo-learn does the same for MAE, but others do not:
     UNKNOWN where a file has MAE's positions and does not show that it is solo-learn's.
     """
-    if positions is None or positions.ndim != 3 or positions.shape[-1] not in (192, 384):
+    if positions.ndim != 3 or positions.shape[-1] not in (192, 384):
         return None
     adapter = detected.adapter
     if adapter.own:  # its config says with how many heads it was trained

@@ -158,8 +158,7 @@ class OnPixels(nn.Module):
 
 def traced(network: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
     """The program of a network in eval mode, for batches of any size. It names no file of this machine."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations inside torch
+    with warnings.catch_warnings(action="ignore"):  # deprecations inside torch
         program = torch.export.export(network, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
@@ -170,8 +169,7 @@ def traced(network: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
 def write_torch(path: Path, network: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
     """Write a .pt2 file for `torch.export.load`; returns what the file computes. `images` are an example."""
     torch.export.save(traced(network, images), path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         program: Callable[[Tensor], Tensor] = torch.export.load(path).module()
     return program
 
@@ -188,8 +186,7 @@ def write_onnx(path: Path, network: nn.Module, images: Tensor, notes: dict[str, 
     import onnxruntime
 
     large = sum(value.nbytes for value in network.state_dict().values()) > LARGEST_ONNX
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         program = torch.onnx.export(
             traced(network, images), input_names=["images"], output_names=["logits"], dynamo=True, verbose=False
         )

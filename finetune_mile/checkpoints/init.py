@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,15 +24,23 @@ _LARGEST_INDEX = 16 * 2**20
 _STEM = b"base_model/conv2d/kernel"
 
 
+Kind = Literal["none", "card", "file", "folder", "tensorflow", "timm", "hf", "python"]
+_SCHEMES: dict[str, Kind] = {SCHEME: "python", "timm": "timm", "hf": "hf"}
+
+
 @dataclass(frozen=True, slots=True)
 class Init:
     """A checkpoint that was named and may be opened; `str` gives what the user wrote."""
 
     text: str
-    kind: Literal["none", "card", "file", "folder", "tensorflow", "timm", "hf", "python"]
+    kind: Kind
     name: str  # of the card, of timm's model, owner/name on the hub; else the path
-    choice: str | None = None  # what follows `::`: a prefix, a format, or one of our networks
+    choice: str | None = (
+        None  # what follows `::`: a prefix, a format, or one of our networks; several have `::` between
+    )
     flag: str = "--init"  # for messages
+    format: str | None = None  # what --format says
+    prefix: str | None = None  # of the backbone
 
     def __str__(self) -> str:
         return self.text
@@ -42,9 +50,21 @@ class Init:
         """The file, the folder, or the prefix of a TensorFlow checkpoint; None for other kinds."""
         return Path(self.name) if self.kind in ("file", "folder", "tensorflow") else None
 
+    @property
+    def chosen(self) -> str | None:
+        """All that was chosen, as it is written behind `::`; None: nothing was."""
+        parts = (self.choice, self.prefix, f"format={self.format}" if self.format else None)
+        return "::".join(filter(None, parts)) or None
 
-def parse_init(text: str | Init, flag: str = "--init") -> Init:
+
+def parse_init(text: str | Init, flag: str = "--init", *, format: str | None = None, prefix: str | None = None) -> Init:
     """Parse and check what `--init` takes; a value that was parsed before is returned unchanged.
+
+    Args:
+        text: a card, a file, a folder, `timm:NAME`, `hf:owner/name` or `none`, perhaps with `::` and a choice.
+        flag: for messages.
+        format: the name of a format, as with `::format=FORMAT`.
+        prefix: of the backbone, as with `::PREFIX`.
 
     Raises:
         Missing: there is no such file, folder or card.
@@ -53,30 +73,37 @@ def parse_init(text: str | Init, flag: str = "--init") -> Init:
     if isinstance(text, Init):
         return text
     where, choice = _split(text, flag)
+    kind, name = _find_kind(text, where, flag)
+    return Init(text, kind, name, choice, flag, format, prefix)
+
+
+def _find_kind(text: str, where: str, flag: str) -> tuple[Kind, str]:
     scheme, colon, name = where.partition(":")
     if where == "none":
-        return Init(text, "none", where, choice, flag)
-    if colon and scheme == SCHEME:
-        get_object(text, flag, "give the same network again, as in finetune_mile.train(init=..., resume=FOLDER)")
-        return Init(text, "python", name, choice, flag)
-    if colon and scheme == "timm":
-        if not name:
-            raise Problem(f"{flag} timm: needs a model's name, as in timm:resnet50.a1_in1k")
-        return Init(text, "timm", name, choice, flag)
-    if colon and scheme == "hf":
-        if name.count("/") != 1 or not all(name.split("/")):
-            raise Problem(f"{flag} {where}: a Hugging Face id is hf:owner/name")
-        return Init(text, "hf", name, choice, flag)
-    if where in list_cards():  # a card's name wins over a folder that happens to be called so
-        return Init(text, "card", where, choice, flag)
+        return "none", where
+    if colon and scheme in _SCHEMES:
+        _check_name(text, scheme, name, flag)
+        return _SCHEMES[scheme], name
+    if "/" not in where and where in list_cards():  # a card's name wins over a folder that happens to be called so
+        return "card", where
     path = Path(where).expanduser()
     if path.exists():
-        return _existing(text, path, choice, flag)
+        return _existing(text, path, flag)
     if _index(path) is not None:
-        return Init(text, "tensorflow", str(path), choice, flag)
+        return "tensorflow", str(path)
     if "/" in where or path.suffix in _SUFFIXES:
         raise Missing(f"{flag} {where}: there is no such file or folder")
-    return Init(text, "card", find_card(where, flag).name, choice, flag)
+    return "card", find_card(where, flag).name
+
+
+def _check_name(text: str, scheme: str, name: str, flag: str) -> None:
+    """Refuse what cannot be a network of the caller's, of timm or of the hub."""
+    if scheme == SCHEME:
+        get_object(text, flag, "give the same network again, as in finetune_mile.train(init=..., resume=FOLDER)")
+    elif scheme == "timm" and not name:
+        raise Problem(f"{flag} timm: needs a model's name, as in timm:resnet50.a1_in1k")
+    elif scheme == "hf" and (name.count("/") != 1 or not all(name.split("/"))):
+        raise Problem(f"{flag} hf:{name}: a Hugging Face id is hf:owner/name")
 
 
 def parse_source(text: str | Init, flag: str) -> Init:
@@ -87,7 +114,7 @@ def parse_source(text: str | Init, flag: str) -> Init:
     path = Path(where).expanduser()
     if not path.exists():
         raise Missing(f"{flag} {text}: there is no such run folder or file")
-    return _existing(text, path, choice, flag)
+    return Init(text, *_existing(text, path, flag), choice, flag)
 
 
 def _split(text: str, flag: str) -> tuple[str, str | None]:
@@ -97,10 +124,10 @@ def _split(text: str, flag: str) -> tuple[str, str | None]:
     return where, choice or None
 
 
-def _existing(text: str, path: Path, choice: str | None, flag: str) -> Init:
+def _existing(text: str, path: Path, flag: str) -> tuple[Kind, str]:
     if path.is_dir() and not any(path.iterdir()):
         raise Problem(f"{flag} {text}: the folder is empty")
-    return Init(text, "folder" if path.is_dir() else "file", str(path), choice, flag)
+    return "folder" if path.is_dir() else "file", str(path)
 
 
 # ------------------------------------------------------------------------------- on this machine
@@ -108,17 +135,53 @@ def _existing(text: str, path: Path, choice: str | None, flag: str) -> Init:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """A checkpoint on the disk."""
+    """A checkpoint on the disk, and what is said about it."""
 
     path: Path  # what the reader opens: a file, or the folder of a TensorFlow checkpoint
     name: str  # for the card of a file that has none
     card: Card | None = None
     config: dict[str, Any] = field(default_factory=dict)  # config.json beside it
     processor: dict[str, Any] = field(default_factory=dict)  # preprocessor_config.json beside it, transformers' input
+    arch: str | None = None  # what the user says: the network,
+    format: str | None = None  # the format,
+    prefix: str | None = None  # and the backbone that is asked for
+
+    @property
+    def source(self) -> str:
+        """The file's name, for messages."""
+        return self.path.name
 
 
-def locate(init: Init) -> Located:
-    """Find (or fetch) the files of a checkpoint; not for `none` and `timm:`, which have none."""
+def locate(init: Init, arch: str | None = None) -> Located:
+    """Find (or fetch) the files of a checkpoint; not for `none` and `timm:`, which have none. `arch` is --arch."""
+    located = replace(_find(init), arch=arch, format=init.format, prefix=init.prefix)
+    choice = init.choice or (located.card.choice if located.card and not init.chosen else None)
+    return located if choice is None else with_choice(located, choice)
+
+
+def with_choice(located: Located, choice: str) -> Located:
+    """Sort what follows `::` into network, format and prefix, beside what flags say."""
+    from finetune_mile.checkpoints.adapters import ADAPTERS  # late: they need torch
+    from finetune_mile.networks.resnets import parse_arch
+    from finetune_mile.networks.vits import is_short
+
+    archs, formats, prefixes = ([one] if one else [] for one in (located.arch, located.format, located.prefix))
+    for part in choice.split("::"):
+        named = part.removeprefix("format=")
+        if named != part or part in ADAPTERS:
+            formats.append(named)
+        else:
+            (archs if part.startswith("timm:") or parse_arch(part) or is_short(part) else prefixes).append(part)
+    if len(set(archs)) > 1:
+        raise Problem(f"--init {located.source}::{archs[1]} and --arch {archs[0]} name two networks; give one of them")
+    for kind, word in ((set(formats), "formats"), (set(prefixes), "prefixes")):
+        if len(kind) > 1:
+            raise Problem(f"--init {located.source}: {' and '.join(sorted(kind))} are two {word}; give one of them")
+    arch, format, prefix = (next(iter(each), None) for each in (archs, formats, prefixes))
+    return replace(located, arch=arch, format=format, prefix=prefix)
+
+
+def _find(init: Init) -> Located:
     if init.kind == "card":
         card = find_card(init.name)
         return Located(path=fetch_card(card), name=card.name, card=card)
@@ -132,9 +195,8 @@ def locate(init: Init) -> Located:
 
 def _beside(path: Path, name: str) -> Located:
     """A file of weights with the configs beside it."""
-    config, processor = read_config(path), path.parent / "preprocessor_config.json"
-    found = _read_json(processor) if "model_type" in config and processor.is_file() else {}
-    return Located(path=path, name=name, config=config, processor=found)
+    config, beside = _read_json(path.with_name("config.json")), path.with_name("preprocessor_config.json")
+    return Located(path=path, name=name, config=config, processor=_read_json(beside) if "model_type" in config else {})
 
 
 def _in_folder(folder: Path, init: Init, name: str) -> Located:
@@ -170,14 +232,15 @@ def _from_hub(init: Init) -> Path:
 
 def read_config(place: Path) -> dict[str, Any]:
     """The config.json of a run folder or an export, or beside a file of weights; empty without one."""
-    for folder in (place / "export", place) if place.is_dir() else (place.parent,):
-        path = folder / "config.json"
-        if path.is_file():
-            return _read_json(path)
-    return {}
+    if not place.is_dir():
+        return _read_json(place.with_name("config.json"))
+    inside = place / "export/config.json"
+    return _read_json(inside if inside.is_file() else place / "config.json")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
     if path.stat().st_size > _LARGEST_INDEX:
         raise Problem(f"{path} is larger than {_LARGEST_INDEX // 2**20} MB, too large for a config")
     return _parse_config(path.read_bytes(), str(path))

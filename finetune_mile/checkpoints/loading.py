@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import numpy.typing as npt
 import torch
@@ -17,13 +17,13 @@ from PIL.Image import Image
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.adapters import ADAPTERS, adapt, few, input_of
-from finetune_mile.checkpoints.adapters.adapter import leaves
-from finetune_mile.checkpoints.adapters.behind import other_backbones, way
+from finetune_mile.checkpoints.adapters import Adapted, adapt, few, input_of
+from finetune_mile.checkpoints.adapters.adapter import leaves, tensors_of
+from finetune_mile.checkpoints.adapters.behind import other_backbones
 from finetune_mile.checkpoints.cards import SCRATCH, Card
-from finetune_mile.checkpoints.detect import NAMES_ONLY, assumptions, detect, is_certain, name_network
+from finetune_mile.checkpoints.detect import NAMES_ONLY, Detected, assumptions, detect, is_certain, name_network
 from finetune_mile.checkpoints.hugging_face import check_sizes, read_transformers
-from finetune_mile.checkpoints.init import Init, Located, locate, parse_init, read_header
+from finetune_mile.checkpoints.init import HEADER, Init, Located, locate, parse_init, read_header
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.readers.mapped import MappedPages
 from finetune_mile.checkpoints.sizes import resized_as_authors
@@ -33,11 +33,13 @@ from finetune_mile.core.types import Preprocess
 from finetune_mile.images.pipeline import centre_view, normalise, to_pixels
 from finetune_mile.networks.heads import HeadBias, HeadWeight, build, get_head, new_head, set_head
 from finetune_mile.networks.parts import HiddenLinear
-from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
-from finetune_mile.networks.vits import build_empty, expand_short, is_short, split_options
+from finetune_mile.networks.resnets import Padding, ResNet
+from finetune_mile.networks.vits import build_empty, expand_short, is_short
 
 Activation = Literal["softmax", "sigmoid"]
 LINEAR, HIDDEN = {"fc.weight", "fc.bias"}, {"fc.hidden.weight", "fc.hidden.bias"}  # tensors of a classifier
+OWN = "finetune-mile"  # the format of our exports
+_MADE = "made from what was found in the file"
 COUNTER = "num_batches_tracked"  # TensorFlow and haiku have none, and nothing we compute depends on it
 
 
@@ -49,9 +51,9 @@ class LoadReport:
     why: str
     arch: str
     padding: str
-    loaded: tuple[str, ...]
-    reset: tuple[str, ...]
-    dropped: tuple[str, ...]
+    loaded: tuple[str, ...] = ()
+    reset: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
     stubs: tuple[str, ...] = ()  # foreign objects in the file, never called
     mapping: dict[str, str] = field(default_factory=dict)  # a recognised prefix, and what it became
     classifier: int = 0  # classes of a trained classifier in the file, used or not; 0: there is none
@@ -132,25 +134,20 @@ def load_public(
     text: str, num_classes: int | None, arch: str | None, format: str | None = None, prefix: str | None = None
 ) -> nn.Module:
     """See `finetune_mile.load`."""
-    text = "::".join([text, *filter(None, [prefix]), *([f"format={format}"] if format else [])])
+    init = parse_init(text, format=format, prefix=prefix)
     if num_classes is None:
-        opened = open_trunk(text, arch=arch)
+        opened = open_trunk(init, arch=arch)
         network, card, report = opened.network, opened.card, opened.report
     else:
-        network, card, report = load_network(text, arch=arch, num_classes=num_classes, head_bias="zero")
+        network, card, report = load_network(init, arch=arch, num_classes=num_classes, head_bias="zero")
         if report.classifier == num_classes:
             warnings.warn(
                 f"load({text!r}, num_classes={num_classes}) returns a new, untrained head and ignores the trained "
                 f"classifier in the file; finetune_mile.load_classifier({text!r}) returns the trained one",
                 stacklevel=3,
             )
-    return with_attributes(network, card=card, report=report, preprocess=Preprocessor(card.preprocess))
-
-
-def with_attributes(network: nn.Module, **attributes: object) -> nn.Module:
-    """A network in eval mode that carries what Python users ask for."""
-    for name, value in attributes.items():
-        setattr(network, name, cast(nn.Module, value))
+    for name, value in {"card": card, "report": report, "preprocess": Preprocessor(card.preprocess)}.items():
+        setattr(network, name, value)
     return network.eval()
 
 
@@ -194,19 +191,22 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
     init = parse_init(init)
     if head_from not in (0, 1):
         raise Problem(f"head_from {head_from}: 0 (features) or 1 (after the first projection layer)")
+    if init.kind in ("none", "python", "timm"):
+        return _open_without_file(init, arch)
+    located = locate(init, arch)
+    return open_contents(read(located.path), located, head_from)
+
+
+def _open_without_file(init: Init, arch: str | None) -> Opened:
     if init.kind == "python":
         from finetune_mile.checkpoints.brought import open_brought
 
         return open_brought(init, arch)
-    if init.kind not in ("none", "timm"):
-        located = locate(init)
-        choice = init.choice or (located.card.choice if located.card else None)
-        return open_contents(read(located.path), located, choice=choice, arch=arch, head_from=head_from)
     if init.kind == "timm":
         network, card = open_timm(init.name, arch)
         report = LoadReport(
             format="timm", why="--init says so", arch=resized_as_authors(f"timm:{init.name}"), padding="torch",
-            loaded=tuple(network.state_dict()), reset=(), dropped=(),
+            loaded=tuple(network.state_dict()),
         )  # fmt: skip
         return Opened(network=network, card=card, report=report)
     if arch is None:
@@ -216,109 +216,98 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
         )
     arch = expand_short(arch) if is_short(arch) else arch
     network = build(arch)
-    report = LoadReport(
-        format="none", why="--init none", arch=arch, padding="torch", loaded=(), dropped=(),
-        reset=tuple(network.state_dict()),
-    )  # fmt: skip
+    report = LoadReport(format="none", why="--init none", arch=arch, padding="torch", reset=tuple(network.state_dict()))
     return Opened(network=network, card=SCRATCH, report=report)
 
 
 # --------------------------------------------------------------------------------------- one file
 
 
-def open_contents(
-    contents: Contents, located: Located, *, choice: str | None, arch: str | None, head_from: int
-) -> Opened:
-    """Open the backbone in a file that was read.
-
-    Args:
-        contents: the file.
-        located: where it is, and what is beside it.
-        choice: what follows `::` in `--init`: a prefix, a format, or the name of one of our networks; several are
-            joined by `::`.
-        arch: as in `load_network`.
-        head_from: as in `load_network`.
-    """
-    source, place, card = located.path.name, str(located.path), located.card
-    arch, format, prefix = _choices(choice, arch, source)
-    header = read_header(contents.metadata)
+def open_contents(contents: Contents, located: Located, head_from: int = 0) -> Opened:
+    """Open the backbone in a file that was read; `head_from` as in `load_network`."""
+    source, header = located.source, read_header(contents.metadata)
     config = header or located.config
-    facts = _facts(config, located)
-    options = facts.pop("options", {})
-    named = arch or facts.get("arch") or ""
-    match = native(contents, named, prefix) if named.startswith("timm:") and not header else None
-    match = match or detect(contents, prefix, source=source, place=place, format=format)
-    if card is not None and card.format not in (None, match.format):
-        raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {match.format} ({match.why})")
-    if "model_type" in config and not facts and match.format.startswith("hf-"):
-        kind = str(config["model_type"])[:40]
-        raise Problem(f"config.json: model_type {kind!r} is not supported; docs/vits.md lists those that are")
-    below = ".".join(each.rstrip("./") for each in match.mapping if each)
-    adapted = adapt(match.contents, match.adapter, source=source, init=f"{way(place, below)} " if below else "")
-    if "model_type" in config:
-        check_sizes(config, {name: tuple(tensor.shape) for name, tensor in adapted.tensors.items()}, source=source)
-    match, name = name_network(
-        contents, match, adapted, config=facts.get("arch"), card=card.arch if card else None, arch=arch, source=source,
-        place=place, options=options,
-    )  # fmt: skip
-    said = split_options(arch)[1] if arch and is_short(arch) else {}  # a short name says no more than its options
-    certain = bool(facts or card or (arch and not is_short(arch))) or is_certain(match, contents)
-    if card is None:
-        defaults = {"padding": match.adapter.padding, "preprocess": input_of(match.adapter, adapted.tensors, name)}
-        card = Card.model_validate(
-            {"method": match.adapter.method, **defaults, **facts, "name": located.name, "arch": name,
-             "format": match.format, "notes": f"made from what was found in the file: {match.why}"}
-        )  # fmt: skip
-    if name.startswith("timm:"):
-        adapted = canonical_head(adapted, name)
-    without = ("fc.",) if head_from == 1 or match.adapter.own else ("fc.", "proj.")
+    facts = _facts(config, located) if config else {}
+    said = located.card or located.arch or located.format or located.prefix
+    find = find_export if header and facts and not said else find_foreign
+    adapted, card, report = find(contents, located, config, facts)
+    if report.arch.startswith("timm:"):
+        adapted = canonical_head(adapted, report.arch)
+    # head and projection layer of an export were trained together
+    without = ("fc.",) if head_from == 1 or report.format == OWN else ("fc.", "proj.")
     parts = {ours: tensor for ours, tensor in adapted.tensors.items() if not ours.startswith(without)}
+    heads = {ours: tensor for ours, tensor in adapted.tensors.items() if ours.startswith("fc.")}
     if head_from and "proj.0.weight" not in parts:
         raise Problem(
             f"{source} has no SimCLR-v2 projection head, so head_from 1 is not possible; say --set head_from=0"
         )
-    network = build_for(name, card.padding, parts.get("proj.0.weight"))
+    network = build_for(report.arch, card.padding, parts.get("proj.0.weight"))
     check_fit(network, parts, source=source)
-    heads = {ours: tensor for ours, tensor in adapted.tensors.items() if ours.startswith("fc.")}
-    unused = [own for ours, own in adapted.sources.items() if ours not in parts]
-    report = LoadReport(
-        format=match.format, why=match.why, arch=name, padding=card.padding,
-        loaded=tuple(sorted(parts)), reset=_fill(network, parts, source=source),
-        dropped=(*unused, *adapted.dropped, *match.outside),
-        stubs=contents.stubs, mapping=match.mapping,
+    unused = (name for ours, name in adapted.sources.items() if ours not in parts)
+    report = replace(
+        report, loaded=tuple(sorted(parts)), reset=_fill(network, parts, source=source),
+        dropped=(*unused, *adapted.dropped, *report.dropped),
         classifier=len(heads["fc.weight"]) if set(heads) in (LINEAR, LINEAR | HIDDEN) else 0,
-        certain=certain,
-        assumed=(*(() if certain else assumptions(name, said)), *(() if located.card else match.adapter.assumes)),
-        others=other_backbones(dict(leaves(contents.tree)), set(adapted.raw.values())), picked=prefix is not None,
     )  # fmt: skip
     return Opened(
-        network=network,
-        card=card,
-        report=report,
-        classifier=heads,
-        classifier_names={ours: adapted.sources[ours] for ours in heads},
-        own=match.adapter.own,
-        config=config,
-    )
+        network=network, card=card, report=report, classifier=heads,
+        classifier_names={ours: adapted.sources[ours] for ours in heads}, config=config,
+        own=report.format == OWN,
+    )  # fmt: skip
 
 
-def _choices(choice: str | None, arch: str | None, source: str) -> tuple[str | None, str | None, str | None]:
-    """Sort what follows `::` into network, format and prefix; --arch is among the networks."""
-    archs = [arch] if arch else []
-    formats: list[str] = []
-    prefixes: list[str] = []
-    for part in choice.split("::") if choice else ():
-        named = part.removeprefix("format=")  # what --format becomes
-        if named != part or part in ADAPTERS:
-            formats.append(named)
-        else:
-            (archs if part.startswith("timm:") or parse_arch(part) or is_short(part) else prefixes).append(part)
-    if len(set(archs)) > 1:
-        raise Problem(f"--init {source}::{archs[1]} and --arch {archs[0]} name two networks; give one of them")
-    for kind, word in ((set(formats), "formats"), (set(prefixes), "prefixes")):
-        if len(kind) > 1:
-            raise Problem(f"--init {source}: {' and '.join(sorted(kind))} are two {word}; give one of them")
-    return next(iter(archs), None), next(iter(formats), None), next(iter(prefixes), None)
+def find_export(
+    contents: Contents, located: Located, config: Mapping[str, Any], facts: Mapping[str, Any]
+) -> tuple[Adapted, Card, LoadReport]:
+    """The tensors of one of our exports, whose header says everything; `facts` are those of the header."""
+    why = f"the header names a finetune_mile export of {config['arch']}"
+    card = Card.model_validate({**facts, "name": located.name, "format": OWN, "notes": f"{_MADE}: {why}"})
+    tensors = tensors_of(contents.tree)
+    adapted = Adapted(tensors=tensors, sources={name: name for name in tensors})
+    return adapted, card, LoadReport(format=OWN, why=why, arch=config["arch"], padding=card.padding)
+
+
+def find_foreign(
+    contents: Contents, located: Located, config: Mapping[str, Any], facts: dict[str, Any]
+) -> tuple[Adapted, Card, LoadReport]:
+    """The tensors of any file in our names, its card, and what its report says before the network is filled."""
+    source, card, arch = located.source, located.card, located.arch
+    options = facts.pop("options", {})
+    match = _find_format(contents, located, config, facts)
+    adapted = adapt(match.contents, match.adapter, source=source, place=str(located.path), prefixes=match.mapping)
+    if "model_type" in config:
+        check_sizes(config, {name: tuple(tensor.shape) for name, tensor in adapted.tensors.items()}, source=source)
+    match, name = name_network(contents, match, adapted, located, config=facts.get("arch"), options=options)
+    certain = bool(facts or card or (arch and not is_short(arch))) or is_certain(match, contents)
+    assumed = () if certain else assumptions(name, arch)
+    if card is None:
+        card = Card.model_validate(
+            {"method": match.adapter.method, "padding": match.adapter.padding,
+             "preprocess": input_of(match.adapter, adapted.tensors, name), **facts, "name": located.name,
+             "arch": name, "format": match.format, "notes": f"{_MADE}: {match.why}"}
+        )  # fmt: skip
+    report = LoadReport(
+        format=match.format, why=match.why, arch=name, padding=card.padding, dropped=match.outside,
+        stubs=contents.stubs, mapping=match.mapping, certain=certain,
+        assumed=(*assumed, *(() if located.card else match.adapter.assumes)),
+        others=other_backbones(dict(leaves(contents.tree)), adapted.used),
+        picked=located.prefix is not None,
+    )  # fmt: skip
+    return adapted, card, report
+
+
+def _find_format(contents: Contents, located: Located, config: Mapping[str, Any], facts: Mapping[str, Any]) -> Detected:
+    """The format of a file; what a card or a config says of it must agree."""
+    named = located.arch or facts.get("arch") or ""
+    in_timm = named.startswith("timm:") and HEADER not in contents.metadata
+    match = (native(contents, named, located.prefix) if in_timm else None) or detect(contents, located)
+    if (card := located.card) is not None and card.format not in (None, match.format):
+        said = f"card {card.name} says format {card.format}, the file is {match.format} ({match.why})"
+        raise Problem(f"{located.source}: {said}")
+    if "model_type" in config and not facts and match.format.startswith("hf-"):
+        kind = str(config["model_type"])[:40]
+        raise Problem(f"config.json: model_type {kind!r} is not supported; docs/vits.md lists those that are")
+    return match
 
 
 def _facts(config: Mapping[str, Any], located: Located) -> dict[str, Any]:
@@ -371,8 +360,10 @@ def build_for(arch: str, padding: Padding, proj: Tensor | None) -> nn.Module:
 def check_fit(network: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
     """Refuse any name or shape that differs; batch counters may be missing."""
     expected = network.state_dict()
-    wrong = [f"{k} is missing" for k in expected.keys() - tensors.keys() if not k.endswith(COUNTER)]
-    wrong += [f"{k} is not in the network" for k in tensors.keys() - expected.keys()]
+    wrong = [
+        *(f"{name} is missing" for name in expected.keys() - tensors.keys() if not name.endswith(COUNTER)),
+        *(f"{name} is not in the network" for name in tensors.keys() - expected.keys()),
+    ]
     for name in expected.keys() & tensors.keys():
         have, need = tuple(tensors[name].shape), tuple(expected[name].shape)
         if have != need and not (name.endswith(COUNTER) and tensors[name].numel() == 1):

@@ -47,8 +47,7 @@ class Arch:
     @property
     def num_features(self) -> int:
         """D, the size of the pooled features."""
-        last: int = self.width * 2 ** (len(self.layers) - 1)
-        return last * (4 if self.block == "bottleneck" else 1)
+        return int(self.width * 2 ** (len(self.layers) - 1)) * (4 if self.block == "bottleneck" else 1)
 
 
 DEMO = Arch(block="basic", layers=(1, 1, 1, 1), width=16, stem="cifar")
@@ -272,12 +271,9 @@ class ResNet(nn.Module):
         self.conv1 = self._stem(arch, padding)
         self.bn1 = _norm(arch, arch.width)
         self.relu: nn.Module = nn.ReLU(inplace=True) if arch.stem_relu else nn.Identity()
-        self.maxpool: nn.Module = nn.MaxPool2d(3, 2, padding=1)
-        if padding in ("tf", "same"):
-            self.maxpool = SameMaxPool2d(3, 2)
+        pool = SameMaxPool2d(3, 2) if padding in ("tf", "same") else nn.MaxPool2d(3, 2, padding=1)
         small = arch.stem.startswith("cifar") or arch.stem == "small"
-        if not (arch.small_pool if small else arch.stem_pool):
-            self.maxpool = nn.Identity()
+        self.maxpool = pool if (arch.small_pool if small else arch.stem_pool) else nn.Identity()
         inputs = arch.width
         for stage, depth in enumerate(arch.layers):
             blocks = []
@@ -295,9 +291,9 @@ class ResNet(nn.Module):
 
     @staticmethod
     def _stem(arch: Arch, padding: Padding) -> nn.Module:
-        width = arch.width
         if arch.stem == "imagenet":
-            return _conv(3, width, 7, 2, padding)
+            return _conv(3, arch.width, 7, 2, padding)
+        width = arch.width
         if arch.stem == "deep":
             return nn.Sequential(
                 _conv(3, width // 2, 3, 2, padding),

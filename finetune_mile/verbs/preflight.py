@@ -131,7 +131,7 @@ def _checks(setup: Setup, init: Init, images: int | None, bank: int | None, out:
             sys.stdout.write(f"{check.name:<9}{check.state:<6}{check.text}\n")
             sys.stdout.flush()
 
-    if main and card is not None and init.choice is None:
+    if main and card is not None and init.chosen is None:
         fine, words, seen = verify_card(card)
         advice = f"another file than the card's, or read in another way: finetune-mile weights check {card.name}"
         say(Check("file", "ok" if fine else "off", f"{card.name}: {words}", advice))

@@ -14,7 +14,7 @@ from samples import SAMPLES
 from torch import Tensor
 
 from finetune_mile.checkpoints.adapters import ADAPTERS, adapt
-from finetune_mile.checkpoints.adapters.adapter import leaves
+from finetune_mile.checkpoints.adapters.adapter import leaves, names_of
 from finetune_mile.checkpoints.adapters.simclr import targets
 from finetune_mile.checkpoints.detect import Marks, detect, read_arch
 from finetune_mile.checkpoints.init import Located
@@ -34,7 +34,7 @@ HERE = Located(path=Path("sample.pth"), name="sample")
 
 def fit(contents: Contents, name: str) -> None:
     """Detect, adapt, read the network's shape and hold the tensors against it."""
-    found = detect(contents, None, source="sample.pth")
+    found = detect(contents, HERE)
     assert found.format == name
     adapted = adapt(found.contents, found.adapter, source="sample.pth")
     tensors = {n: t for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
@@ -84,6 +84,12 @@ class TestContract:
         before = list(ADAPTERS)[: list(ADAPTERS).index(name)]
         assert [b for b in before if ADAPTERS[b].recognise(contents)] == []
 
+    def test_its_mark_is_in_every_file_that_it_recognises(self, name: str) -> None:
+        """A file without the mark is never shown to `recognise`."""
+        for contents in (sample() for sample in SAMPLES.values()):
+            if ADAPTERS[name].recognise(contents) is not None:
+                assert re.search(ADAPTERS[name].mark, names_of(contents), re.MULTILINE)
+
     def test_leaves_the_file_s_contents_as_they_are(self, name: str) -> None:
         contents = SAMPLES[name]()
         before = state_of(contents)
@@ -106,14 +112,14 @@ class TestContract:
         mapping, key, _ = one_tensor(contents, name)
         mapping[f"{key}_more"] = light("", (1,))
         with pytest.raises(Problem, match=f"{re.split(r'[./]', key)[-1]}_more"):
-            open_contents(contents, HERE, choice=None, arch=None, head_from=0)
+            open_contents(contents, HERE)
 
     def test_refuses_a_missing_tensor(self, name: str) -> None:
         contents = SAMPLES[name]()
         mapping, key, ours = one_tensor(contents, name)
         del mapping[key]
         with pytest.raises(Problem, match=f"({ours}|{key.split('/')[-2:][0]}) is missing"):
-            open_contents(contents, HERE, choice=None, arch=None, head_from=0)
+            open_contents(contents, HERE)
 
 
 def test_an_adapter_that_writes_into_the_file_s_tensors_is_noticed() -> None:

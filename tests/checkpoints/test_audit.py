@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import finetune_mile
 from finetune_mile.checkpoints.adapters.behind import find_trunks
 from finetune_mile.checkpoints.detect import BEHIND_PREFIX, assumptions
-from finetune_mile.checkpoints.init import Located
+from finetune_mile.checkpoints.init import Located, with_choice
 from finetune_mile.checkpoints.loading import Opened, open_contents
 from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.problems import Problem
@@ -67,7 +67,7 @@ HERE = Located(path=Path("mine.pth"), name="mine")
 
 
 def open_it(contents: Contents, choice: str | None = None) -> Opened:
-    return open_contents(contents, HERE, choice=choice, arch=None, head_from=0)
+    return open_contents(contents, with_choice(HERE, choice) if choice else HERE)
 
 
 def own_network(make: Callable[[], nn.Module], change: Callable[[nn.Module], None] = lambda _: None) -> nn.Module:
@@ -122,7 +122,7 @@ def test_anti_aliasing_is_assumed_and_the_printed_way_is_exact(tmp_path: Path) -
 )
 def test_every_network_that_an_assumption_names_has_the_same_tensors(name: str) -> None:
     mine = {key: tuple(tensor.shape) for key, tensor in trunk(name).items()}
-    for other in re.findall(r"--arch ([\w:-]+)", " ".join(assumptions(name, {}))):
+    for other in re.findall(r"--arch ([\w:-]+)", " ".join(assumptions(name, None))):
         assert {key: tuple(tensor.shape) for key, tensor in trunk(other).items()} == mine, other
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from making import as_children, as_separius, as_tensorflow, flat, light, linear,
 from torch import Tensor
 
 from finetune_mile.checkpoints.detect import BEHIND_PREFIX, Marks, read_arch
-from finetune_mile.checkpoints.init import Located
+from finetune_mile.checkpoints.init import Located, with_choice
 from finetune_mile.checkpoints.loading import Opened, open_contents
 from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.problems import Problem
@@ -40,7 +41,7 @@ def demo() -> dict[str, Tensor]:
 
 
 def open_it(contents: Contents, choice: str | None = None) -> Opened:
-    return open_contents(contents, HERE, choice=choice, arch=None, head_from=0)
+    return open_contents(contents, with_choice(HERE, choice) if choice else HERE)
 
 
 def nested(tensors: dict[str, Tensor], levels: list[str]) -> Contents:
@@ -226,9 +227,8 @@ def test_attention_heads_that_timm_cannot_build_are_one_sentence(arch: str, sent
 
 
 def test_a_network_after_the_file_and_another_by_arch_are_refused() -> None:
-    bare = flat(trunk("resnet18-cifar"))
     with pytest.raises(Problem, match=r"mine\.pth::resnet18-cifar2 and --arch resnet18-cifar name two networks"):
-        open_contents(bare, HERE, choice="resnet18-cifar2", arch="resnet18-cifar", head_from=0)
+        with_choice(replace(HERE, arch="resnet18-cifar"), "resnet18-cifar2")
 
 
 @pytest.mark.parametrize("name", ["ca.fc1.weight", "se.weight", "fc_norm.weight", "attention_1.bias", "norm2.bias"])
@@ -281,7 +281,7 @@ def test_where_padding_cannot_be_known_it_is_asked_for() -> None:
     contents = flat(under("trunk.", trunk("resnet18-proj")))
     with pytest.raises(Problem, match=r"byol-convert.*--arch resnet18-proj"):
         open_it(contents)
-    opened = open_contents(contents, HERE, choice=None, arch="resnet18-proj", head_from=0)
+    opened = open_contents(contents, replace(HERE, arch="resnet18-proj"))
     assert opened.report.padding == "torch"
 
 

@@ -71,7 +71,7 @@ def test_an_export_has_the_same_bytes_each_time_and_the_mode_of_the_umask(tmp_pa
 
 def test_an_exported_projection_layer_comes_back(tmp_path: Path) -> None:
     here = Located(path=Path("x"), name="x")
-    opened = open_contents(SAMPLES["separius"](), here, choice=None, arch=None, head_from=1)
+    opened = open_contents(SAMPLES["separius"](), here, head_from=1)
     write_export(tmp_path / "export", opened.network, CONFIG | {"arch": "resnet50", "num_classes": 0})
     again, _, report = load(tmp_path / "export")
     assert "proj.1.running_mean" in report.loaded

@@ -74,7 +74,7 @@ def test_parameters_are_the_networks_own(file: Path) -> None:
 def test_a_file_that_was_read_stays_readable(file: Path) -> None:
     """Pages of the map are given back while loading; what was read is still there."""
     contents = read(file)
-    open_contents(contents, Located(path=file, name="x"), choice=None, arch=None, head_from=0)
+    open_contents(contents, Located(path=file, name="x"))
     expected = torch.load(file, weights_only=True)["state_dict"]
     for name, tensor in contents.tree["state_dict"].items():
         assert torch.equal(tensor, expected[name])
@@ -97,7 +97,7 @@ def test_half_precision_and_channels_last_come_as_float_and_contiguous() -> None
         n: t.half().to(memory_format=torch.channels_last) if t.ndim == 4 else t.half()
         for n, t in trunk("resnet-demo", noise).items()
     }
-    opened = open_contents(flat(tensors), Located(path=Path("x"), name="x"), choice=None, arch=None, head_from=0)
+    opened = open_contents(flat(tensors), Located(path=Path("x"), name="x"))
     state = opened.network.state_dict()
     assert state["conv1.weight"].dtype == torch.float32
     assert state["conv1.weight"].is_contiguous()
@@ -131,7 +131,7 @@ def test_the_head_is_new_unless_it_is_named(file: Path) -> None:
     ],
 )
 def test_classifiers_that_have_seen_labels_are_dropped_by_name(format: str, name: str) -> None:
-    opened = open_contents(SAMPLES[format](), Located(path=Path("x"), name="x"), choice=None, arch=None, head_from=0)
+    opened = open_contents(SAMPLES[format](), Located(path=Path("x"), name="x"))
     assert set(opened.classifier) == {"fc.weight", "fc.bias"}
     assert all(own in opened.report.dropped for own in opened.classifier_names.values())
     assert name in re.split(r"[./]", opened.classifier_names["fc.weight"])
@@ -140,9 +140,7 @@ def test_classifiers_that_have_seen_labels_are_dropped_by_name(format: str, name
 
 def test_moco_v1s_embedding_is_no_classifier() -> None:
     state = under("module.encoder_q.", trunk("resnet50") | linear("fc", 2048, 128))
-    opened = open_contents(
-        torch_file(state_dict=state), Located(path=Path("x"), name="x"), choice=None, arch=None, head_from=0
-    )
+    opened = open_contents(torch_file(state_dict=state), Located(path=Path("x"), name="x"))
     assert opened.classifier == {}
     assert "encoder_q.fc.weight" in opened.report.dropped
 
@@ -150,13 +148,13 @@ def test_moco_v1s_embedding_is_no_classifier() -> None:
 @pytest.mark.parametrize("format", ["simclr-tf", "separius-sk", "separius"])
 def test_first_projection_layer_is_kept_on_request(format: str) -> None:
     here = Located(path=Path("x.pth"), name="x")
-    opened = open_contents(SAMPLES[format](), here, choice=None, arch=None, head_from=1)
+    opened = open_contents(SAMPLES[format](), here, head_from=1)
     kinds = [type(layer).__name__ for layer in opened.network.proj]
     assert kinds == ["Linear", "BatchNorm1d", "ReLU"]
     assert opened.network.proj[0].bias is None
     assert "proj.0.weight" in opened.report.loaded
     with pytest.raises(Problem, match="no SimCLR-v2 projection head"):
-        open_contents(SAMPLES["moco"](), here, choice=None, arch=None, head_from=1)
+        open_contents(SAMPLES["moco"](), here, head_from=1)
 
 
 def test_scratch_needs_an_architecture() -> None:
@@ -223,7 +221,7 @@ def test_keep_head_does_not_put_a_classifier_on_the_projection(format: str, monk
     from finetune_mile.checkpoints import loading
 
     here = Located(path=Path("x.pth"), name="x")
-    opened = open_contents(SAMPLES[format](), here, choice=None, arch=None, head_from=1)
+    opened = open_contents(SAMPLES[format](), here, head_from=1)
     monkeypatch.setattr(loading, "open_trunk", lambda *_, **__: opened)
     name = opened.classifier_names["fc.weight"].removesuffix(".weight")
     with pytest.raises(Problem, match=rf"--keep-head {name} .*head_from 1.*--set head_from=0"):
@@ -269,7 +267,7 @@ def test_a_contents_of_the_wrong_card_is_refused() -> None:
 
     here = Located(path=Path("x.pth"), name="x", card=find_card("mocov2"))
     with pytest.raises(Problem, match="card mocov2 says format moco, the file is swav"):
-        open_contents(SAMPLES["swav"](), here, choice=None, arch=None, head_from=0)
+        open_contents(SAMPLES["swav"](), here)
     contents: Contents = SAMPLES["moco"]()
     with pytest.raises(Problem, match="holds a resnet18, the card says resnet50"):
-        open_contents(contents, here, choice=None, arch=None, head_from=0)
+        open_contents(contents, here)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet18, resnet50
 
 import finetune_mile
-from finetune_mile.checkpoints.init import Located
+from finetune_mile.checkpoints.init import Located, with_choice
 from finetune_mile.checkpoints.loading import open_contents
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.networks.heads import build
@@ -94,7 +94,7 @@ def test_a_tensorflow_folder_and_prefix_are_the_same(files: Callable[[str], Path
 @pytest.fixture(scope="module")
 def simclr(files: Callable[[str], Path]) -> dict[str, Tensor]:
     """The shared SimCLR-v2 sk1 weights in our names."""
-    opened = open_contents(read(files("simclrv2_tf1_sk1")), HERE, choice=None, arch=None, head_from=1)
+    opened = open_contents(read(files("simclrv2_tf1_sk1")), HERE, head_from=1)
     return dict(opened.network.state_dict())
 
 
@@ -123,7 +123,7 @@ def test_simclr_v2_in_other_forms(kind: str, simclr: dict[str, Tensor]) -> None:
         contents = Contents(
             container="tf-savedmodel", tree={key: numbered[short] for key, short in last.items()}, full_names=full
         )
-    opened = open_contents(contents, HERE, choice=choice, arch=None, head_from=0)
+    opened = open_contents(contents, with_choice(HERE, choice) if choice else HERE)
     if kind == "prefix":  # a bare trunk does not say its padding: selective kernels do
         assert opened.report.padding == "tf"
     assert_as_upstream(opened.network, "simclrv2_tf1_sk1", only=("64",))
@@ -156,21 +156,21 @@ def test_tf2_files_on_disk(kind: str, simclr: dict[str, Tensor], tmp_path: Path)
 @needs_shared
 def test_first_projection_layer(files: Callable[[str], Path]) -> None:
     """`head_from=1`: features after relu(bn(dense(h))), as SimCLR-v2 fine-tunes."""
-    opened = open_contents(read(files("simclrv2_tf1_sk1")), HERE, choice=None, arch=None, head_from=1)
+    opened = open_contents(read(files("simclrv2_tf1_sk1")), HERE, head_from=1)
     data = np.load(SHARED / "simclrv2_tf1_sk1" / "expected.npz")
     assert difference(opened.network, data["x_64"], data["proj1_64"]) < TOLERANCE
 
 
 @needs_shared
 def test_byol_in_other_forms(files: Callable[[str], Path]) -> None:
-    opened = open_contents(read(files("byol_plain")), HERE, choice=None, arch=None, head_from=0)
+    opened = open_contents(read(files("byol_plain")), HERE)
     ours = {n: t for n, t in opened.network.state_dict().items() if "num_batches" not in n}
     params, state = as_haiku(ours, "res_net18")
     for contents in (
         Contents(container="pickle", tree={"backbone_params": params, "backbone_state": state}),
         byol_convert(ours),
     ):
-        again = open_contents(contents, HERE, choice=None, arch=None, head_from=0)
+        again = open_contents(contents, HERE)
         assert again.report.padding == "same"
         assert_as_upstream(again.network, "byol_plain", only=("64",))
 
@@ -200,7 +200,7 @@ def relative(network: nn.Module, reference: nn.Module, size: int) -> float:
 
 def test_torchvision_is_exact(reference: nn.Module) -> None:
     contents = Contents(container="torch-zip", tree=dict(reference.state_dict()))
-    network = open_contents(contents, HERE, choice=None, arch=None, head_from=0).network
+    network = open_contents(contents, HERE).network
     assert relative(network, reference, 64) == 0.0
 
 
@@ -213,7 +213,7 @@ def test_padding_matters_on_even_maps_only(kind: str, reference: nn.Module) -> N
         contents = Contents(container="pickle", tree={"online_params": params, "online_state": averages})
     else:
         contents = Contents(container="tf-checkpoint", tree=dict(as_tensorflow(state)))
-    opened = open_contents(contents, HERE, choice=None, arch=None, head_from=0)
+    opened = open_contents(contents, HERE)
     assert (opened.report.format, opened.report.arch) == (kind, "resnet50")
     assert relative(opened.network, reference, 65) < TOLERANCE
     assert relative(opened.network, reference, 64) > 0.01
@@ -223,7 +223,7 @@ def test_children_of_a_sequential(reference: nn.Module) -> None:
     children = nn.Sequential(*list(reference.children())[:-1])
     contents = Contents(container="torch-zip", tree=dict(under("encoder.", dict(children.state_dict()))))
     assert set(children.state_dict()) == set(as_children(trunk("resnet50")))
-    network = open_contents(contents, HERE, choice=None, arch=None, head_from=0).network
+    network = open_contents(contents, HERE).network
     assert relative(network, reference, 64) == 0.0
 
 
@@ -233,7 +233,7 @@ def test_timm_networks(name: str) -> None:
 
     reference = timm.create_model(name, num_classes=0).eval()
     contents = Contents(container="safetensors", tree=dict(reference.state_dict()))
-    network = open_contents(contents, HERE, choice=None, arch=None, head_from=0).network
+    network = open_contents(contents, HERE).network
     assert relative(network, reference, 224) < 1e-6
 
 
@@ -252,7 +252,7 @@ def test_lightlys_generator() -> None:
     ):
         tensors = {n: t for n, t in source.state_dict().items() if not n.startswith("linear.")}
         contents = Contents(container="torch-zip", tree=dict(under("backbone.", tensors)))
-        opened = open_contents(contents, HERE, choice=None, arch=None, head_from=0)
+        opened = open_contents(contents, HERE)
         assert opened.report.arch == arch
         assert relative(opened.network, reference, 32) < 1e-5
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from torch import nn
 
 import finetune_mile
 from finetune_mile.checkpoints.cards import find_card
-from finetune_mile.checkpoints.classifier import load_with_head
+from finetune_mile.checkpoints.classifier import open_with_head
 from finetune_mile.checkpoints.exporting import write_export
-from finetune_mile.checkpoints.init import Located
+from finetune_mile.checkpoints.init import Located, with_choice
 from finetune_mile.checkpoints.loading import open_contents
 from finetune_mile.checkpoints.readers import read
 from finetune_mile.cli import main
@@ -201,12 +202,12 @@ def test_solo_learns_mocov3_vit_small_has_12_heads(order: str, marked: bool, hea
     located = Located(path=Path("x.ckpt"), name="x")
     if heads is None:
         with pytest.raises(Problem, match=r"say --arch vit_small:heads=6 .* or --arch vit_small:heads=12 "):
-            open_contents(contents, located, choice=None, arch=None, head_from=0)
+            open_contents(contents, located)
         for arch, found in (("vit_small:heads=6", ""), ("vit_small:heads=12", ":heads=12")):
-            report = open_contents(contents, located, choice=None, arch=arch, head_from=0).report
+            report = open_contents(contents, replace(located, arch=arch)).report
             assert report.arch == f"timm:vit_small_patch16_224{found}"
         return
-    report = open_contents(contents, located, choice=None, arch=None, head_from=0).report
+    report = open_contents(contents, located).report
     assert (report.format, report.arch) == ("solo-learn", f"timm:vit_small_patch16_224{heads}")
 
 
@@ -286,7 +287,7 @@ def test_the_padding_of_a_3x3_stem_is_asked_for(name: str, build: Build) -> None
         assert network.report.arch == arch[(*way.values(), network.report.arch)[0]]
         assert upstream.distance(network, name).exact == (network.report.arch == ASKS[name])
     if name == "user_cifar_classifier":  # --model and --teacher have no --arch beside them
-        assert get_head(load_with_head(f"{path}::resnet18-cifar", "--model")[0]).out_features == 10
+        assert get_head(open_with_head(f"{path}::resnet18-cifar", "--model").network).out_features == 10
     assert finetune_mile.load(str(path), num_classes=3, arch=ASKS[name]).report.arch == ASKS[name]
 
 
@@ -307,9 +308,9 @@ def test_lightlys_cards_take_lightlys_files(method: str, build: Build) -> None:
     path = build(f"lightly_bench_{method}")
     located = Located(path=path, name="x", card=find_card(f"lightly-{method}"))
     for choice in (None, "state_dict/backbone"):
-        opened = open_contents(read(path), located, choice=choice, arch=None, head_from=0)
+        opened = open_contents(read(path), with_choice(located, choice) if choice else located)
         assert opened.report.format == "lightly-benchmark"
-    opened = open_contents(read(path), located, choice=None, arch=None, head_from=0)
+    opened = open_contents(read(path), located)
     assert opened.classifier_names["fc.weight"] == "online_classifier.classification_head.weight"
     assert opened.classifier["fc.weight"].shape == (1000, 2048)
 
@@ -327,9 +328,7 @@ def test_lightlys_cards_take_lightlys_files(method: str, build: Build) -> None:
 )
 def test_the_cards_of_strong_weights_take_their_authors_files(card: str, name: str, build: Build) -> None:
     path = build(name)
-    opened = open_contents(
-        read(path), Located(path=path, name="x", card=find_card(card)), choice=None, arch=None, head_from=0
-    )
+    opened = open_contents(read(path), Located(path=path, name="x", card=find_card(card)))
     assert opened.report.arch == find_card(card).arch
     assert opened.card.preprocess.size == 224
     assert_as_upstream(opened.network, name)

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from shortcuts import ROOT, SHORT, SHORT_MILE, losses
 
-from finetune_mile.checkpoints.classifier import load_with_head
+from finetune_mile.checkpoints.classifier import open_with_head
 from finetune_mile.run import main
 
 FILES = {"recipe.yaml", "run.json", "init.json", "split.json", "metrics.jsonl", "results.json", "checkpoints", "export",
@@ -103,7 +103,8 @@ def test_a_run_leaves_everything_behind(tmp_path, capsys):
     assert first.startswith(f"<tr><td>{lowest['class']}</td><td>{lowest['given']}</td>")
     assert page.count("data:image/png") >= 18
     assert "http" not in page.replace("http-equiv", ""), "the page needs nothing from outside"
-    network, how, classes = load_with_head(str(out), "--init")
+    opened = open_with_head(str(out), "--init")
+    network, how, classes = opened.network, opened.card.preprocess, opened.classes
     assert network(torch.zeros(1, 3, 24, 24)).shape == (1, 10)
     assert how.size == 24
     assert classes == tuple("0123456789")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from idx_files import write_mnist
 from shortcuts import SHORT, losses
 
-from finetune_mile.checkpoints.classifier import load_with_head
+from finetune_mile.checkpoints.classifier import open_with_head
 from finetune_mile.core.problems import Problem
 from finetune_mile.learning.phases import Budget, Phase, StepView
 from finetune_mile.methods import get_method
@@ -121,7 +121,8 @@ def test_a_run_is_the_mean_risk_plus_the_penalty_and_reloads(run_demo, mnist, me
     assert losses(out)[10] > losses(bare)[10]
     results = json.loads((out / "results.json").read_text())
     assert {"accuracy", "main_accuracy", "digit_accuracy", "colour_on_digits", "other_colour_on_digits"} <= set(results)
-    network, how, classes = load_with_head(str(out), "--init")
+    opened = open_with_head(str(out), "--init")
+    network, how, classes = opened.network, opened.card.preprocess, opened.classes
     assert network(torch.zeros(2, 3, 14, 14)).shape == (2, 4)
     assert (how.size, how.mean, classes) == (14, (0.0, 0.0, 0.0), ("0-4", "5-9", "green", "red"))
 

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from shortcuts import SHORT
 
 import finetune_mile
-from finetune_mile.checkpoints.classifier import load_with_head
+from finetune_mile.checkpoints.classifier import open_with_head
 from finetune_mile.networks.heads import build, get_head, new_head
 from finetune_mile.networks.small import SMALL
 
@@ -37,7 +37,8 @@ def test_a_grid_cell_sees_each_cell_alone():
 @pytest.mark.parametrize("arch", SMALL)
 def test_an_export_is_loaded_again(run_demo, arch):
     folder = run_demo("run", *SHORT, "--arch", arch, "--method", "sigmoid", "--steps", "2")
-    network, how, classes = load_with_head(str(folder), "--teacher")
+    opened = open_with_head(str(folder), "--teacher")
+    network, how, classes = opened.network, opened.card.preprocess, opened.classes
     assert (how.size, len(classes)) == (24, 10)
     saved = load_file(folder / "export/model.safetensors")
     assert all(tensor.equal(saved[name]) for name, tensor in network.state_dict().items())

@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from finetune_mile.checkpoints.adapters import byol, libraries, repositories, simclr, vits
 from finetune_mile.checkpoints.adapters.adapter import Adapter, InsideBackbone, Tensors, UnknownKey, leaves
+from finetune_mile.checkpoints.adapters.behind import way
 from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
@@ -70,40 +71,40 @@ class Adapted:
 
     tensors: Tensors
     sources: dict[str, str]  # our name: the file's own
-    raw: dict[str, int]  # our name: the id of the file's own tensor
-    dropped: tuple[str, ...]  # own names; of what is outside the format, the full path
+    used: frozenset[int] = frozenset()  # ids of the file's own tensors
+    dropped: tuple[str, ...] = ()  # own names; of what is outside the format, the full path
 
 
-def adapt(contents: Contents, adapter: Adapter, *, source: str, init: str = "") -> Adapted:
+def adapt(
+    contents: Contents, adapter: Adapter, *, source: str, place: str = "", prefixes: Iterable[str] = ()
+) -> Adapted:
     """Bring a file's tensors into our names; an unknown name, or two for one, stops the load.
 
     Args:
         contents: the file, or the part of it that is loaded.
         adapter: of its format.
         source: the file's name, for messages.
-        init: `--init 'FILE::PREFIX' ` of a backbone behind a prefix, for messages.
+        place: the file as it can be given to --init, for messages.
+        prefixes: of the backbone, for messages.
     """
     own = adapter.unwrap(contents)
     sources: dict[str, str] = {}
-    tensors: Tensors = {}
-    raw: dict[str, int] = {}
     dropped, unknown, inside = [], [], []
-    for key, tensor in own.items():
+    for key in own:
         try:
             name = adapter.rename(key)
         except InsideBackbone:
             inside.append(key)
-            continue
         except UnknownKey:
             unknown.append(key)
-            continue
-        if name is None:
-            dropped.append(key)
-            continue
-        if name in tensors:
-            raise Problem(f"{source}: {sources[name]} and {key} are both {name}; remove one of them from the file")
-        tensors[name], sources[name], raw[name] = adapter.relayout(key, tensor), key, id(tensor)
+        else:
+            if name is None:
+                dropped.append(key)
+            elif sources.setdefault(name, key) != key:
+                raise Problem(f"{source}: {sources[name]} and {key} are both {name}; remove one of them from the file")
     if inside:
+        below = ".".join(each.rstrip("./") for each in prefixes if each)
+        init = f"{way(place, below)} " if below else ""
         raise Problem(
             f"{source}: the backbone has parts that a plain ResNet or vision transformer does not have "
             f"({few(inside)}), and without them its features would be wrong; if timm has this network, say "
@@ -114,11 +115,17 @@ def adapt(contents: Contents, adapter: Adapter, *, source: str, init: str = "") 
             f"{source}: {len(unknown)} tensors do not belong to this format, first {unknown[0]} "
             f"{tuple(own[unknown[0]].shape)}; remove them from the file to load it"
         )
+    tensors = {name: adapter.relayout(key, own[key]) for name, key in sources.items()}
+    if not adapter.finished and "layer1.0.conv1.weight" not in tensors:  # a ResNet's are as they should be
+        tensors = vits.finish(tensors)
     seen = {id(tensor) for tensor in own.values()}
     outside = [path for path, tensor in leaves(contents.tree) if id(tensor) not in seen]
-    tensors = tensors if adapter.finished else vits.finish(tensors)
-    sources |= {name: name for name in tensors if name not in sources}  # made of several tensors
-    return Adapted(tensors=tensors, sources=sources, raw=raw, dropped=(*dropped, *outside))
+    return Adapted(
+        tensors=tensors,
+        sources=sources | {name: name for name in tensors if name not in sources},  # those are made of several tensors
+        used=frozenset(id(own[key]) for key in sources.values()),
+        dropped=(*dropped, *outside),
+    )
 
 
 def few(names: Sequence[str]) -> str:
@@ -133,10 +140,11 @@ def is_dinov2(arch: str) -> bool:
 
 def input_of(adapter: Adapter, tensors: Mapping[str, Tensor], arch: str) -> Preprocess:
     """A format's convention; a vision transformer sees images of the size that its positions were learnt at."""
-    embed = tensors.get("patch_embed.proj.weight")
-    if "pos_embed" not in tensors or embed is None or not arch.startswith("timm:") or adapter.method == "dinov2":
+    patches = {"pos_embed", "patch_embed.proj.weight"} <= tensors.keys()
+    if not patches or not arch.startswith("timm:") or adapter.method == "dinov2":
         return adapter.preprocess
     if is_dinov2(arch):  # in timm's names
         return vits.DINOV2.preprocess
-    side = math.isqrt(tensors["pos_embed"].shape[1]) * embed.shape[-1]  # the class token does not matter here
+    patch = tensors["patch_embed.proj.weight"].shape[-1]
+    side = math.isqrt(tensors["pos_embed"].shape[1]) * patch  # the class token does not matter here
     return adapter.preprocess.model_copy(update={"size": side})

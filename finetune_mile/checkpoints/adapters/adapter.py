@@ -23,6 +23,7 @@ IMAGENET = Preprocess()
 # SimCLR's convention: [0, 1] without mean and deviation, a crop, then a bicubic resize.
 UNIT_RANGE = Preprocess(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), interpolation="bicubic", antialias=False)
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
+_WRAPPED = re.compile(rf"^(?:{'|'.join(map(re.escape, _WRAPPERS))})+")
 _HOMES = ("state_dict", "model_state_dict", "model")  # where files keep their state dict
 
 
@@ -51,6 +52,8 @@ class Adapter:
     rename: Rename
     # Own name and tensor to torch's layout, say HWIO to OIHW.
     relayout: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor
+    # A regular expression for a line of `names_of`; only files that have it are shown to `recognise`.
+    mark: str = ""
     method: str = "unknown"
     padding: Padding = "torch"
     preprocess: Preprocess = IMAGENET
@@ -93,20 +96,18 @@ def renaming(
 
     Modules beside the backbone that are not known are dropped too: its features do not need them.
     """
+    beside = re.compile(rf"(?:{'|'.join(map(re.escape, dropped))})(?:[./]|$)") if dropped else None
 
     def rename(key: str) -> str | None:
-        name, inside = None, False
-        for trunk in trunks:
-            inner = below(trunk, key) if trunk else key
-            if inner is not None:
-                name, inside = name or vocabulary(inner), True
-                key = trunk + inner
+        trunk = next((trunk for trunk in trunks if key.startswith(trunk)), None)
+        key = f"{trunk}{below(trunk, key)}" if trunk else key  # without wrappers behind the prefix
         module, _, leaf = key.rpartition(".")
         if module == classifier and leaf in ("weight", "bias"):
             return f"fc.{leaf}"
-        if any(re.match(rf"{re.escape(part)}(?:[./]|$)", key) for part in dropped):
+        if trunk is None or (beside and beside.match(key)):
             return None
-        if name is None and inside:
+        name = vocabulary(key[len(trunk) :])
+        if name is None:
             raise InsideBackbone(key)
         return name
 
@@ -136,6 +137,12 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from leaves(value, f"{path}/{key}" if path else str(key))
 
 
+def names_of(contents: Contents) -> str:
+    """What marks are searched for, one a line: container, keys of notes and of the top level, paths of tensors."""
+    paths = (path for path, _ in leaves(contents.tree))
+    return "\n".join([contents.container, *contents.metadata, *contents.tree, *paths])
+
+
 def tensors_of(mapping: object) -> Tensors:
     """The tensors directly in a mapping, by name; empty for anything else."""
     if not isinstance(mapping, Mapping):
@@ -157,6 +164,11 @@ def state_dict_of(contents: Contents) -> Tensors:
     return unwrapped(next(filter(None, homes), tensors_of(contents.tree)))
 
 
+def in_entry(name: str) -> Callable[[Contents], Tensors]:
+    """An `unwrap`: the state dict in one entry of a file."""
+    return lambda contents: unwrapped(tensors_of(contents.tree.get(name)))
+
+
 def in_parts(mapping: Mapping[str, Any], *parts: str) -> Tensors:
     """The tensors of some entries of a mapping, as `entry/name`."""
     return {f"{part}/{k}": v for part in parts for k, v in unwrapped(tensors_of(mapping.get(part))).items()}
@@ -168,12 +180,7 @@ def tops(tensors: Mapping[str, object]) -> set[str]:
 
 def below(prefix: str, key: str) -> str | None:
     """What follows `prefix` and any wrappers after it, or None where a name begins otherwise."""
-    if not key.startswith(prefix):
-        return None
-    rest = key[len(prefix) :]
-    while rest.startswith(_WRAPPERS):
-        rest = rest.split(".", 1)[1]
-    return rest
+    return _WRAPPED.sub("", key[len(prefix) :]) if key.startswith(prefix) else None
 
 
 # ----------------------------------------------------------------------------------- vocabularies

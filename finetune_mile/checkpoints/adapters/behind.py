@@ -27,11 +27,12 @@ _BESIDE = re.compile(  # words in the names of modules that the features do not 
 )
 _COPY = re.compile("momentum|target|key|k|ema|shadow|averaged|average")  # words for a moving average of a network
 # A tensor that each backbone has once, in every language of names.
-_ANCHORS = (
+_NAMES = (
     *("layers.0.blocks.0.attn.qkv.weight", "stages.0.blocks.0.conv_dw.weight"),  # before a part of them
     *("layer1.0.conv1.weight", "blocks.0.attn.qkv.weight", "4.0.conv1.weight", "3.0.conv1.weight", "2.0.conv1.weight"),
     *("net.1.blocks.0.net.0.weight", "res2.0.conv1.weight"),
 )
+_ANCHORS = [re.compile(rf"(|.*[./]){name.replace('.', '[./]')}", re.DOTALL) for name in _NAMES]
 _WRAPPERS = ("module", "_orig_mod", "model", "state_dict")
 TOP = "."  # the choice of a backbone without a prefix, beside others that have one
 
@@ -78,16 +79,11 @@ def _split(path: str, vocabulary: Vocabulary) -> tuple[str, str] | None:
 
 def list_prefixes(paths: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Prefixes that hold a backbone, each with one tensor of it; quick, by a tensor that each backbone has."""
-    found: dict[str, Tensor] = {}
     for anchor in _ANCHORS:
-        for path, tensor in paths.items():
-            dotted = path.replace("/", ".")
-            prefix = path[: -len(anchor)]
-            if dotted.endswith(anchor) and (not prefix or prefix[-1] in "./") and tensor.ndim in (2, 4):
-                found.setdefault(prefix, tensor)
-        if found:
-            break
-    return found
+        hits = [match for path, tensor in paths.items() if tensor.ndim in (2, 4) and (match := anchor.fullmatch(path))]
+        if hits:
+            return {match[1]: paths[match[0]] for match in reversed(hits)}
+    return {}
 
 
 # ------------------------------------------------------------------------------ which one is meant
@@ -137,7 +133,7 @@ def _parts(prefix: str) -> list[str]:
     return [part for part in re.split(r"[./]", prefix) if part]
 
 
-def other_backbones(paths: Mapping[str, Tensor], used: set[int]) -> tuple[str, ...]:
+def other_backbones(paths: Mapping[str, Tensor], used: Container[int]) -> tuple[str, ...]:
     """Choices (`::CHOICE`) for the backbones of a file that were not loaded.
 
     Args:

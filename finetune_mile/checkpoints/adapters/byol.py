@@ -108,6 +108,7 @@ BYOL = Adapter(
     method="byol",
     padding="same",
     preprocess=_PREPROCESS,
+    mark=r"^(experiment_state|\w+_params)$",
 )
 BYOL_CONVERT = Adapter(
     recognise=_is_converted,
@@ -117,4 +118,5 @@ BYOL_CONVERT = Adapter(
     padding="same",
     preprocess=_PREPROCESS,
     plain=True,
+    mark=r"^conv1\.weight$",
 )

@@ -1,5 +1,6 @@
 """solo-learn, lightly and VISSL: libraries with many methods, each with one layout for all of them."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,7 @@ SOLO = Adapter(
     is_certain=_is_certainly_solo,
     assumes=("ImageNet's mean and deviation (solo-learn's runs on CIFAR had CIFAR's: --set mean=..., --set std=...)",),
     columns_first=True,
+    mark=r"(backbone|encoder)\.",
 )
 
 # ------------------- lightly: the examples (`Sequential` indices), its own generator, the benchmarks
@@ -100,6 +102,7 @@ def _lightly(vocabulary: Vocabulary, says: str, *, without: tuple[str, ...] = ()
     rename = renaming(vocabulary, trunks=("backbone.",), classifier=probe, dropped=_LIGHTLY_DROPPED)
     return Adapter(
         recognise=recognise, unwrap=state_dict_of, rename=rename, method="lightly", stem_relu=stem_relu,
+        mark=r"backbone\.",
         # a user brings the vision transformer, of any library and with any number of heads
         is_certain=lambda contents: not any(".blocks." in key for key in state_dict_of(contents)),
     )  # fmt: skip
@@ -151,7 +154,8 @@ def _vissl(vocabulary: Vocabulary, needs: str = "", **conventions: Any) -> Adapt
         return where + (f", blocks with {needs}" if needs else "")
 
     rename = renaming(inner_name, dropped=("heads",))
-    return Adapter(recognise=recognise, unwrap=_vissl_tensors, rename=rename, **conventions)
+    mark = "^type$|" + (re.escape(needs) if needs else r"^classy_state_dict$|_feature_blocks\.")
+    return Adapter(recognise=recognise, unwrap=_vissl_tensors, rename=rename, mark=mark, **conventions)
 
 
 VISSL = _vissl(torchvision_or_vit, method="vissl", assumes=("RGB images (VISSL also trains with BGR and Lab)",))

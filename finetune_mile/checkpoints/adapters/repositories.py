@@ -12,6 +12,7 @@ from finetune_mile.checkpoints.adapters.adapter import (
     Vocabulary,
     detectron2,
     having,
+    in_entry,
     renaming,
     separius,
     separius_sk,
@@ -20,9 +21,8 @@ from finetune_mile.checkpoints.adapters.adapter import (
     tops,
     torchvision,
     torchvision_or_vit,
-    unwrapped,
 )
-from finetune_mile.checkpoints.init import read_header
+from finetune_mile.checkpoints.init import HEADER, read_header
 from finetune_mile.checkpoints.readers import Contents
 from finetune_mile.core.types import IMAGENET_MEAN, Preprocess
 from finetune_mile.networks.resnets import Padding
@@ -43,6 +43,7 @@ OWN = Adapter(
     own=True,
     finished=True,
     plain=True,
+    mark=f"^{HEADER}$",
 )
 
 # ----------------------------------------------------------------- flat torchvision or timm names
@@ -64,6 +65,7 @@ TORCHVISION = Adapter(
     cifar_stem=None,  # an extracted backbone of solo-learn has the same names
     plain=True,
     padding_known=False,
+    mark=r"layer1\.",
 )
 # --------------------- MoCo v1 and v2 (`encoder_q`) and v3 (`base_encoder`), as their scripts save
 
@@ -79,6 +81,7 @@ MOCO = Adapter(
     unwrap=state_dict_of,
     rename=_rename_moco("encoder_q", "encoder_k", "queue", "queue_ptr"),
     method="moco",
+    mark="encoder_q",
 )
 MOCO_V3 = Adapter(
     recognise=having(
@@ -88,18 +91,16 @@ MOCO_V3 = Adapter(
     rename=_rename_moco("base_encoder", "momentum_encoder", "predictor"),
     method="mocov3",
     small_vit_heads=12,
+    mark="base_encoder",
 )
 
 
-def _d2_model(contents: Contents) -> Tensors:
-    return tensors_of(contents.tree.get("model"))
-
-
 DETECTRON2 = Adapter(
-    recognise=having(_d2_model, "stem.conv1.weight", says="detectron2's names, stem and res2"),
-    unwrap=_d2_model,
+    recognise=having(in_entry("model"), "stem.conv1.weight", says="detectron2's names, stem and res2"),
+    unwrap=in_entry("model"),
     rename=renaming(detectron2, dropped=("fc", "stem.fc")),
     method="moco",
+    mark=r"^model/stem\.conv1\.weight$",
 )
 
 # -------------------- SwAV, DeepCluster-v2 and SeLa-v2: flat release files and training files; PAWS
@@ -118,38 +119,33 @@ SWAV = Adapter(
     method="swav",
     # their pre-training and their evaluation both divide the red channel by 0.228, not by 0.229
     preprocess=Preprocess(mean=IMAGENET_MEAN, std=(0.228, 0.224, 0.225)),
+    mark="prototypes|projection_head",
 )
 
 
-def _paws_encoder(contents: Contents) -> Tensors:
-    return unwrapped(tensors_of(contents.tree.get("encoder")))
-
-
 PAWS = Adapter(
-    recognise=having(_paws_encoder, "conv1.weight", says="entry encoder in torchvision names"),
-    unwrap=_paws_encoder,
+    recognise=having(in_entry("encoder"), "conv1.weight", says="entry encoder in torchvision names"),
+    unwrap=in_entry("encoder"),
     rename=renaming(torchvision, classifier="fc", dropped=("fc", "pred")),
     method="paws",
+    mark="^encoder$",
 )
 
 # --------------------- DINO's training files: the teacher is what it releases, the student is dropped
 
 
-def _dino_teacher(contents: Contents) -> Tensors:
-    return unwrapped(tensors_of(contents.tree.get("teacher")))
-
-
 def _is_dino(contents: Contents) -> str | None:
-    both = _dino_teacher(contents) and tensors_of(contents.tree.get("student"))
-    return "entries teacher and student" if both else None
+    entries = (tensors_of(contents.tree.get(name)) for name in ("teacher", "student"))
+    return "entries teacher and student" if all(entries) else None
 
 
 DINO = Adapter(
     recognise=_is_dino,
-    unwrap=_dino_teacher,
+    unwrap=in_entry("teacher"),
     rename=renaming(torchvision_or_vit, trunks=("backbone.",), dropped=("head", "backbone.masked_embed")),
     method="dino",
     options={"resize": "offset"},
+    mark="^teacher$",
 )
 
 # ------------------- Barlow Twins, VICReg, SimSiam: training files; what they release is flat torchvision
@@ -191,6 +187,7 @@ BARLOW = Adapter(
     rename=renaming(torchvision, trunks=("backbone.",)),
     method="barlowtwins",
     cifar_stem=None,
+    mark="projector",
 )
 VICREG = replace(BARLOW, recognise=_is_vicreg, method="vicreg")
 SIMSIAM = Adapter(
@@ -199,6 +196,7 @@ SIMSIAM = Adapter(
     rename=renaming(torchvision, trunks=("encoder.",), dropped=("encoder.fc",)),
     method="simsiam",
     cifar_stem=None,
+    mark="predictor",
 )
 
 # ------------ OpenSelfSup, MMSelfSup, MMPretrain: backbone, neck and head, and a momentum copy, with `meta`
@@ -220,6 +218,7 @@ OPENMMLAB = Adapter(
     rename=renaming(torchvision, trunks=("backbone.",), classifier="head.fc"),
     method="openmmlab",
     cifar_stem=None,
+    mark=r"backbone\.layer1\.",
 )
 
 # ------------------------------------------------------------------------- the published MILe code
@@ -250,7 +249,10 @@ def _mile(vocabulary: Vocabulary, says: str, padding: Padding) -> Adapter:
         return f"backbone.module.* in {says}" if len(stages) > 5 else None
 
     rename = renaming(vocabulary, trunks=("backbone.",), classifier="backbone.fc", dropped=("teacher",))
-    return Adapter(recognise=recognise, unwrap=_mile_model, rename=rename, method="mile", padding=padding)
+    return Adapter(
+        recognise=recognise, unwrap=_mile_model, rename=rename, method="mile", padding=padding,
+        mark=r"backbone\.module\.",
+    )  # fmt: skip
 
 
 MILE = _mile(torchvision, "torchvision names", "torch")

@@ -145,6 +145,7 @@ SIMCLR_TF = Adapter(
     method="simclr",
     padding="tf",
     preprocess=UNIT_RANGE,
+    mark="^tf-",
 )
 
 # ------------------------------ Separius/SimCLRv2-Pytorch: `{"resnet": ..., "head": ...}`, and the
@@ -171,8 +172,9 @@ def _separius(vocabulary: Vocabulary, *, sk: bool) -> Adapter:
         return of_trunk(key)
 
     return Adapter(
-        recognise=recognise, unwrap=unwrap, rename=rename, method="simclrv2", padding="tf", preprocess=UNIT_RANGE
-    )
+        recognise=recognise, unwrap=unwrap, rename=rename, method="simclrv2", padding="tf", preprocess=UNIT_RANGE,
+        mark="^resnet$",
+    )  # fmt: skip
 
 
 SEPARIUS = _separius(separius, sk=False)
@@ -200,4 +202,5 @@ TONYLINS = Adapter(
     padding="tf",
     preprocess=UNIT_RANGE,
     plain=True,
+    mark=r"^state_dict/conv1\.weight$",
 )

@@ -4,7 +4,8 @@ Names after `rename` are timm's. Query, key and value in three tensors are `attn
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from finetune_mile.checkpoints.adapters.adapter import (
     UnknownKey,
     Vocabulary,
     convnext,
+    in_entry,
     renaming,
     state_dict_of,
     swin,
@@ -45,19 +47,21 @@ def _has(weights: Tensors, vocabulary: Vocabulary, anchors: set[str], prefixes: 
     return None
 
 
+def _named(vocabulary: Vocabulary, anchors: set[str], says: str) -> Callable[[Contents], str | None]:
+    """A `recognise`: the state dict has these names of ours."""
+    return lambda contents: None if _has(state_dict_of(contents), vocabulary, anchors) is None else f"names of {says}"
+
+
 # ------------------------------------------------------- plain names: timm, DINO, iBOT, MAE, DeiT; DINOv2
 
 
-def _is_vit(contents: Contents) -> str | None:
-    return None if _has(state_dict_of(contents), vit, _ANCHORS) is None else "names of a vision transformer"
-
-
 VIT = Adapter(
-    recognise=_is_vit,
+    recognise=_named(vit, _ANCHORS, "a vision transformer"),
     unwrap=state_dict_of,
     rename=renaming(vit, classifier="head", dropped=_DROPPED),
     method="vit",
     plain=True,
+    mark=r"blocks\.",
 )
 
 
@@ -75,6 +79,7 @@ MAE = Adapter(
     method="mae",
     preprocess=_BICUBIC,
     options={"resize": "plain"},
+    mark="decoder_embed",
 )
 
 _DINOV2_TRUNKS = ("teacher.backbone.", "backbone.", "")
@@ -112,11 +117,11 @@ DINOV2 = Adapter(
     method="dinov2",
     preprocess=_BICUBIC,
     options={"resize": "offset"},
+    mark="mask_token",
 )
 
 
-def _msn_target(contents: Contents) -> Tensors:
-    return unwrapped(tensors_of(contents.tree.get("target_encoder")))
+_msn_target = in_entry("target_encoder")
 
 
 def _is_msn(contents: Contents) -> str | None:
@@ -127,7 +132,10 @@ def _is_msn(contents: Contents) -> str | None:
 
 
 # its evaluation uses target_encoder; `fc` is the projection head
-MSN = Adapter(recognise=_is_msn, unwrap=_msn_target, rename=renaming(vit, dropped=("fc", "pred", "head")), method="msn")
+MSN = Adapter(
+    recognise=_is_msn, unwrap=_msn_target, rename=renaming(vit, dropped=("fc", "pred", "head")), method="msn",
+    mark="^target_encoder$",
+)  # fmt: skip
 
 # ---------------------------------------------------------------------- torchvision, OpenMMLab, CLIP
 
@@ -165,17 +173,12 @@ _torchvision_vit = _substitute(
     vit,
 )
 
-
-def _is_torchvision_vit(contents: Contents) -> str | None:
-    found = _has(state_dict_of(contents), _torchvision_vit, _ANCHORS)
-    return None if found is None else "names of torchvision's vision transformer"
-
-
 TORCHVISION_VIT = Adapter(
-    recognise=_is_torchvision_vit,
+    recognise=_named(_torchvision_vit, _ANCHORS, "torchvision's vision transformer"),
     unwrap=state_dict_of,
     rename=renaming(_torchvision_vit, classifier="heads.head", dropped=("heads",)),
     method="torchvision",
+    mark="encoder_layer_0",
 )
 
 _openmmlab = _substitute(
@@ -222,6 +225,7 @@ def _openmmlab_vit(mark: str, says: str, fixed_heads: int | None) -> Adapter:
         preprocess=_BICUBIC,
         options={"resize": "plain"},
         fixed_heads=fixed_heads,
+        mark=r"layers\.0\.attn\.qkv\.",
     )
 
 
@@ -245,11 +249,12 @@ _clip = _substitute(
     ),
     vit,
 )
+_CLIP_ANCHORS = {*_ANCHORS, "norm_pre.weight"}
 _CLIP_SCALARS = ("input_resolution", "context_length", "vocab_size")
 
 
 def _is_clip(contents: Contents) -> str | None:
-    found = _has(state_dict_of(contents), _clip, {*_ANCHORS, "norm_pre.weight"}, ("visual.", ""))
+    found = _has(state_dict_of(contents), _clip, _CLIP_ANCHORS, ("visual.", ""))
     return None if found is None else f"names of CLIP's image network{' below ' + found if found else ''}"
 
 
@@ -281,11 +286,6 @@ def _rename_clip_flat(key: str) -> str | None:
     return name
 
 
-def _is_clip_flat(contents: Contents) -> str | None:
-    found = _has(state_dict_of(contents), _clip, {*_ANCHORS, "norm_pre.weight"})
-    return None if found is None else "names of CLIP's image network"
-
-
 def _shaped(name: str, tensor: Tensor) -> Tensor:
     if name == "cls_token" and tensor.ndim == 1:
         return tensor.view(1, 1, -1)
@@ -296,49 +296,34 @@ def _shaped(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-OPEN_CLIP = Adapter(recognise=_is_clip, unwrap=state_dict_of, rename=_rename_clip, method="clip", preprocess=_CLIP)
-OPENAI_CLIP = Adapter(
-    recognise=_is_openai,
-    unwrap=state_dict_of,
-    rename=_rename_clip,
-    method="clip",
-    preprocess=_CLIP,
-    options={"act": "quick_gelu"},
+OPEN_CLIP = Adapter(
+    recognise=_is_clip, unwrap=state_dict_of, rename=_rename_clip, method="clip", preprocess=_CLIP, mark=r"ln_pre\."
 )
-CLIP_VISUAL = Adapter(
-    recognise=_is_clip_flat, unwrap=state_dict_of, rename=_rename_clip_flat, method="clip", preprocess=_CLIP
+OPENAI_CLIP = replace(OPEN_CLIP, recognise=_is_openai, options={"act": "quick_gelu"})
+CLIP_VISUAL = replace(
+    OPEN_CLIP, recognise=_named(_clip, _CLIP_ANCHORS, "CLIP's image network"), rename=_rename_clip_flat
 )
 
 # ------------------------------------------------------- ConvNeXt and Swin, in timm's and their own names
 
-
-def _is_convnext(contents: Contents) -> str | None:
-    anchors = {"stem.0.weight", "stages.0.blocks.0.conv_dw.weight"}
-    return None if _has(state_dict_of(contents), convnext, anchors) is None else "names of a ConvNeXt"
-
-
 CONVNEXT = Adapter(
-    recognise=_is_convnext,
+    recognise=_named(convnext, {"stem.0.weight", "stages.0.blocks.0.conv_dw.weight"}, "a ConvNeXt"),
     unwrap=state_dict_of,
     rename=renaming(convnext, classifier="head.fc", dropped=("head.fc", "head.weight", "head.bias")),
     method="convnext",
     plain=True,
     preprocess=_BICUBIC,
+    mark="conv_dw|dwconv",
 )
-
-
-def _is_swin(contents: Contents) -> str | None:
-    anchors = {"patch_embed.proj.weight", "layers.0.blocks.0.attn.relative_position_bias_table"}
-    return None if _has(state_dict_of(contents), swin, anchors) is None else "names of a Swin transformer"
-
-
+_SWIN_ANCHORS = {"patch_embed.proj.weight", "layers.0.blocks.0.attn.relative_position_bias_table"}
 SWIN = Adapter(
-    recognise=_is_swin,
+    recognise=_named(swin, _SWIN_ANCHORS, "a Swin transformer"),
     unwrap=state_dict_of,
     rename=renaming(swin, classifier="head.fc", dropped=("head",)),
     method="swin",
     plain=True,
     preprocess=_BICUBIC,
+    mark="relative_position_bias_table",
 )
 
 # ------------------------------------------------------------------ transformers: `save_pretrained` folders
@@ -426,10 +411,6 @@ def _transformers(vocabulary: Vocabulary, anchors: set[str], says: str, classifi
     def inner(key: str) -> str | None:
         return vocabulary(_MODELS.sub("", key, count=1))
 
-    def recognise(contents: Contents) -> str | None:
-        found = _has(state_dict_of(contents), inner, anchors)
-        return None if found is None else f"names of transformers' {says}"
-
     def rename(key: str) -> str | None:
         module, _, leaf = key.rpartition(".")
         if module == classifier and leaf in ("weight", "bias"):
@@ -439,7 +420,8 @@ def _transformers(vocabulary: Vocabulary, anchors: set[str], says: str, classifi
             raise UnknownKey(key)
         return name
 
-    return Adapter(recognise=recognise, unwrap=state_dict_of, rename=rename, method="transformers")
+    recognise = _named(inner, anchors, f"transformers' {says}")
+    return Adapter(recognise=recognise, unwrap=state_dict_of, rename=rename, method="transformers", mark=r"encoder\.")
 
 
 _PARTS = {"pos_embed", "blocks.0.attn.q.weight"}

@@ -13,6 +13,7 @@
     wire.py              protocol buffers and LevelDB tables, for these
 """
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Contents", "Stub", "read"]
 
 _LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # 0x1950a86a20f9469cfc6c, pickled
+_PART = re.compile(r"-\d{5}-of-\d{5}|\.index\.json$")  # of a checkpoint in several files
 _PAGE = (b"<!doctype", b"<html", b"<head", b"<?xml", b"<error")
 _ELSE: tuple[tuple[bytes, str], ...] = (
     (b"\x1f\x8b", "is compressed by gzip; unpack it (`gunzip`, or `tar xf`) and give what is inside"),
@@ -56,6 +58,11 @@ def read(path: Path) -> Contents:
 
 
 def _read(path: Path) -> Contents:
+    return _read_file(path) if path.is_file() and not _PART.search(path.name) else _read_parts(path)
+
+
+def _read_parts(path: Path) -> Contents:
+    """A folder, or several files that are named by one of them or by what their names begin with."""
     from finetune_mile.checkpoints.readers import tensorflow_files
 
     if path.is_dir():
@@ -65,17 +72,16 @@ def _read(path: Path) -> Contents:
         return tensorflow_files.read_checkpoint(index)
     if not path.exists():
         raise Refused("does not exist")
-    if shards.is_index(path):
+    if path.name.endswith(shards.INDEX):
         return shards.read_index(path, _read_file)
     shards.check_single(path)
     return _read_file(path)
 
 
 def _read_file(path: Path) -> Contents:
-    from finetune_mile.checkpoints.readers import tensorflow_files, torch_files
-    from finetune_mile.checkpoints.readers.mapped import MappedFile
+    from finetune_mile.checkpoints.readers import mapped, tensorflow_files, torch_files
 
-    file = MappedFile(path)
+    file = mapped.MappedFile(path)
     container = _sniff(file)
     if container == "tf-checkpoint":
         return tensorflow_files.read_checkpoint(path)

@@ -1,4 +1,4 @@
-"""What a reader hands over: plain tensors, inert stubs, the reason where it refuses; and how much it may build."""
+"""What a reader hands over: plain tensors, inert stubs, the reason where it refuses."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -66,16 +66,3 @@ class Contents:
     stubs: tuple[str, ...] = ()
     metadata: dict[str, str] = field(default_factory=dict)
     full_names: dict[str, str] = field(default_factory=dict)
-
-
-class Allowance:
-    """Bytes that may be made out of a file, a few times its own size: a small file cannot ask for a large memory."""
-
-    def __init__(self, file_size: int) -> None:
-        self._left = 64 * 2**20 + 8 * file_size
-
-    def spend(self, count: int) -> None:
-        """Take `count` bytes before they are made, or refuse."""
-        why = "is refused: its contents would unfold to many times the size of the file"
-        require(0 <= count <= self._left, why)
-        self._left -= count

@@ -2,8 +2,8 @@
 
 import ctypes
 import mmap
+import re
 import stat
-from bisect import bisect_right
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from finetune_mile.checkpoints.readers.contents import Refused, require
 
-_MAPS = Path("/proc/self/maps")
+_MAPS = Path("/proc/self/maps")  # address, rights, offset, device, inode and name of each mapping; Linux only
+# Private and writable, of a file (inode 0: of none) that is no library.
+_OF_A_FILE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ (?!0 )\d+ +(?!.*\.so)\S.*$", re.MULTILINE)
 
 
 class MappedFile:
@@ -50,8 +52,7 @@ class MappedFile:
         self.check(start, count)
         if count == 0 or start % itemsize:
             return torch.from_numpy(self.fresh(start, count)).untyped_storage()
-        part: torch.UntypedStorage = self._storage[start : start + count]
-        return part
+        return self._storage[start : start + count]  # type: ignore[no-any-return]
 
     def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of `shape` that begins at byte `start`."""
@@ -69,8 +70,8 @@ class MappedPages:
     """
 
     def __init__(self) -> None:
-        self._ranges = sorted(_file_ranges())
-        self._libc = ctypes.CDLL(None, use_errno=True) if self._ranges else None
+        text = _MAPS.read_text(encoding="utf-8", errors="replace") if _MAPS.is_file() else ""
+        self._ranges = [(int(start, 16), int(end, 16)) for start, end in _OF_A_FILE.findall(text)]
 
     def give_back(self, tensor: Tensor) -> None:
         """Let go of a tensor's pages where they come from a file; reading it again reads the file.
@@ -79,23 +80,6 @@ class MappedPages:
         """
         storage = tensor.untyped_storage()
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        position = bisect_right(self._ranges, (start, 2**64)) - 1
-        if self._libc is None or position < 0 or end > self._ranges[position][1]:
-            return
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first:
-            self._libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
-
-
-def _file_ranges() -> list[tuple[int, int]]:
-    """(start, end) of each private, writable mapping of a file."""
-    if not _MAPS.is_file() or not hasattr(mmap, "MADV_DONTNEED"):
-        return []
-    ranges = []
-    for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
-        where, rights, _, _, inode, *name = line.split(maxsplit=5)
-        # weights are in data files: what is executable or belongs to a library is not ours
-        if inode != "0" and rights == "rw-p" and name and ".so" not in name[0]:
-            start, end = (int(part, 16) for part in where.split("-"))
-            ranges.append((start, end))
-    return ranges
+        if last > first and any(low <= start and end <= high for low, high in self._ranges):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)

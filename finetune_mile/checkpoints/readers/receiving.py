@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import finetune_mile
-from finetune_mile.checkpoints.readers.contents import Allowance, Container, Refused, Stub, check_shape, require
+from finetune_mile.checkpoints.readers.contents import Container, Refused, Stub, check_shape, require
 from finetune_mile.checkpoints.readers.mapped import MappedFile
 from finetune_mile.checkpoints.readers.sending import REFUSED, Header
 from finetune_mile.checkpoints.readers.unpickling import DTYPES, NUMBERS
@@ -40,8 +40,7 @@ def itemsize(dtype: str | None) -> int:
 
 def _dtype(name: str) -> torch.dtype:
     require(name in DTYPES, "holds a tensor of a dtype that is not known")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -88,7 +87,7 @@ class Received(pickle.Unpickler):
 
     def __init__(self, stream: Any, file: MappedFile) -> None:
         super().__init__(stream)
-        self._file, self._allowance = file, Allowance(file.size)
+        self._file, self._left = file, 64 * 2**20 + 8 * file.size
         self._storages: dict[str, torch.UntypedStorage] = {}
         self._made: dict[str, Callable[..., Any]] = {
             "Object": Stub, "Mapping": dict, "complex": complex, "Global": _name, "Scalar": self._scalar,
@@ -117,7 +116,7 @@ class Received(pickle.Unpickler):
         )
         if not items:
             return torch.empty(sides, dtype=dtype)
-        self._allowance.spend(items * dtype.itemsize)
+        self._spend(items * dtype.itemsize)
         return torch.empty(0, dtype=dtype).set_(self._storages[key], offset, sides, steps)
 
     def _array(self, code: str, order: str, shape: Any, fortran: bool, data: Any) -> torch.Tensor | Stub:
@@ -147,8 +146,13 @@ class Received(pickle.Unpickler):
         data = data.encode("latin-1") if isinstance(data, str) else data
         why = "holds a numpy array whose data are not bytes (objects are never read)"
         require(isinstance(data, bytes | bytearray), why)
-        self._allowance.spend(len(data))
+        self._spend(len(data))
         return bytes(data)
+
+    def _spend(self, count: int) -> None:
+        """Take bytes before they are made, or refuse: a small file cannot ask for many times its size in memory."""
+        require(0 <= count <= self._left, "is refused: its contents would unfold to many times the size of the file")
+        self._left -= count
 
 
 def _name(qualified: str) -> str | Stub:

@@ -17,10 +17,6 @@ _SHARD = re.compile(r"[^/\\\0:]+\.(?:safetensors|bin|pt|pth)")
 _ONE = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.\w+)")
 
 
-def is_index(path: Path) -> bool:
-    return path.name.endswith(INDEX)
-
-
 def read_index(index: Path, read: Callable[[Path], Contents]) -> Contents:
     """Read all shards of an index.
 

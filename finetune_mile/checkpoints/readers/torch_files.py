@@ -56,9 +56,9 @@ def _list_records(file: MappedFile) -> dict[str, tuple[int, int]]:
     except _BAD_ZIP as error:
         raise Refused(f"is a damaged zip file, fetch it again ({error})") from error
     names = [entry.filename for entry in entries]
-    scripted = any("/code/" in name or name.endswith("/constants.pkl") for name in names)
     require(
-        not (scripted and any(name.endswith("/data.pkl") for name in names)),
+        not any("/code/" in name or name.endswith("/constants.pkl") for name in names)
+        or not any(name.endswith("/data.pkl") for name in names),
         "is a TorchScript archive, a program with its weights; save its weights and use that: "
         "torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth')",
     )
@@ -158,9 +158,8 @@ def plain_tree(root: Any) -> dict[str, Any]:
 
 
 def _is_module(value: Any) -> bool:
-    if not isinstance(value, Stub) or not isinstance(value.state, dict):
-        return False
-    return all(isinstance(value.state.get(part), dict) for part in _MODULE_PARTS)
+    state = value.state if isinstance(value, Stub) else None
+    return isinstance(state, dict) and all(isinstance(state.get(part), dict) for part in _MODULE_PARTS)
 
 
 def _module_tensors(value: Any) -> Any:
