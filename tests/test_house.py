@@ -73,13 +73,7 @@ TOO_WIDE = {
     "verbs/embed.py:features_of",
 }
 TWINS = {"Block", "Monitor", "State"}
-VERBS_OF_VERBS = {
-    ("preflight", "embed"),
-    ("preflight", "weights"),
-    ("probe", "embed"),
-    ("quickstart", "embed"),
-    ("weights", "weights_check"),
-}
+VERBS_OF_VERBS = {("probe", "embed"), ("quickstart", "embed"), ("weights", "weights_check")}
 RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
 MOST_STOPS = 10  # files that one checkpoint passes on its way to a network
 BATCH_FILES = 35  # of one batch, command line to gradient; lower it
@@ -92,7 +86,7 @@ NO_TORCH = (
     "images/index", "images/order", "images/splits", "images/tars", "images/sources/wds",
     "images/alike", "images/groups", "images/name_lists",
     "pretraining/recipe", "verbs/pretrain", "verbs/embed", "verbs/probe", "verbs/predict", "verbs/export",
-    "verbs/preflight",
+    "verbs/check",
 )  # fmt: skip
 
 
@@ -145,7 +139,7 @@ ORDERED = {  # each of them alone breaks the order
     "learning/losses.py": "from finetune_mile.methods import mile",
     "methods/mile.py": "from finetune_mile.config import schema",
     "images/splits.py": "from finetune_mile.checkpoints import cards",
-    "verbs/doctor.py": "from finetune_mile.paper import idx",
+    "verbs/check.py": "from finetune_mile.paper import idx",
 }
 
 
@@ -276,7 +270,6 @@ def test_verbs_import_no_verb():
 WITHOUT_GRADIENTS = {
     "compute/passes.py", "learning/loop.py", "learning/roles.py", "methods/auto.py", "networks/heads.py",
     "networks/parts.py", "checkpoints/loading.py", "training/start.py", "pretraining/methods.py", "paper/irm.py",
-    "training/pricing.py",
 }  # fmt: skip
 
 
