@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,9 @@ from finetune_mile.paper.tables.runs import RunKey, RunState, make_jobs, resolve
 from finetune_mile.training.display import duration, wide_console
 
 if TYPE_CHECKING:
-    from finetune_mile.training.pricing import Price
+    from finetune_mile.config.schema import Recipe
+    from finetune_mile.training.pricing import Pace, Price
+    from finetune_mile.training.processes import Signals
 
 
 def plan_table(name: str, runs: Path | None, sets: Sequence[str], *, quick: bool) -> int:
@@ -56,7 +59,6 @@ def price_cells(
         tell: called with each cell before it is timed.
         others: runs that these may need.
     """
-    from finetune_mile.training.pricing import Pace, estimate
     from finetune_mile.training.processes import Signals
 
     by_key = {s.job.key: s for s in [*others, *states]}
@@ -75,13 +77,45 @@ def price_cells(
             update = {key: state.job.filled(getattr(recipe, key)) for key in ("data", "init", "teacher", "split")}
             if (network := _network_of_need(state, by_key, "init")) is not None:
                 update |= {"init": "none", "arch": recipe.arch or network[0], "size": recipe.size or network[1]}
+            recipe = recipe.model_copy(update=update | {"seed": state.job.key.seed, "truth": None})
             try:
-                recipe = recipe.model_copy(update=update | {"seed": state.job.key.seed})
-                prices[cell] = estimate(recipe, signals, paces, teacher=None if teacher is None else teacher[0])
+                prices[cell] = _price_cell(recipe, None if teacher is None else teacher[0], paces, signals)
             except Problem as problem:
                 prices[cell] = problem.sentences[0]
             signals.raise_if_caught()
     return prices
+
+
+def _price_cell(recipe: Recipe, teacher: str | None, paces: dict[object, Pace], signals: Signals) -> Price:
+    """Estimate a run.
+
+    Args:
+        recipe: of the run.
+        teacher: the network of a teacher that is still to come.
+        paces: what was timed for runs of the same kind.
+        signals: whether to stop.
+    """
+    from finetune_mile.networks.heads import build, new_head
+    from finetune_mile.training.pricing import BRIEF, find_data, find_weights, price, rehearse, stage
+    from finetune_mile.training.setup import lay_out
+
+    recipe, data, here = find_data(recipe)
+    recipe, init = find_weights(recipe)
+    kind = (
+        init, recipe.arch, recipe.size, recipe.method, teacher or recipe.teacher, recipe.batch_size, recipe.accumulate,
+        recipe.precision, recipe.optimizer.name, recipe.trunk, recipe.data,
+    )  # fmt: skip
+    if kind not in paces:
+        with tempfile.TemporaryDirectory() as folder:
+            known = recipe if teacher is None else recipe.model_copy(update={"teacher": None})
+            setup = stage(known, init, Path(folder), signals, data)
+            if teacher is not None:
+                setup.teacher = build(teacher)
+                new_head(setup.teacher, len(data.classes), "prior")
+            paces[kind] = rehearse(setup, BRIEF, Path(folder), here=here)
+    parts = 1 if recipe.accumulate == "auto" else recipe.accumulate
+    data, pools, plan = lay_out(recipe, data)
+    return price(recipe.model_copy(update={"accumulate": parts}), data, pools, plan, paces[kind], here=here)
 
 
 def _network_of_need(

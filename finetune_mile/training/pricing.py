@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.benchmark import Timer
 
-from finetune_mile.checkpoints.cards import Missing, find_card, is_cached
+from finetune_mile.checkpoints.cards import find_card, is_cached
 from finetune_mile.checkpoints.init import Init, parse_init, parse_source
 from finetune_mile.compute.passes import show
 from finetune_mile.config.schema import Recipe
@@ -31,13 +32,12 @@ from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import VAL_SHARE, Pools, read_cards
 from finetune_mile.learning.loop import Loop, StepRecord
 from finetune_mile.learning.phases import Decision, Phase
-from finetune_mile.networks.heads import build, new_head
 from finetune_mile.training.display import Display, duration
 from finetune_mile.training.folder import KEPT_CHECKPOINTS, RunFolder
 from finetune_mile.training.memory import Need, advise, copies, need_of, numbers_in
 from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, trial_steps, unintended
 from finetune_mile.training.processes import Signals, computing
-from finetune_mile.training.setup import PROBE_IMAGES, Setup, lay_out, set_up
+from finetune_mile.training.setup import PROBE_IMAGES, Setup, set_up
 from finetune_mile.training.train import make_loop
 
 # Scheme of --data: training images, validation images, classes.
@@ -46,7 +46,8 @@ START = torch.tensor([4.0, 8.0, 16.0])  # seconds for imports, opening the data,
 QUARTILES = torch.tensor([0.25, 0.5, 0.75])
 READ = 16  # images that are read at a time, and that fill the timed batch
 BRIEF = 0.5  # seconds of a timed step, where many runs are priced
-ENOUGH_SECONDS, FEWEST, MOST = 1.0, 3, 20  # of timing one thing
+STEPS = 4  # timed steps
+ENOUGH_SECONDS = 1.0  # of timing reading, or forward passes
 
 open_data = lru_cache(maxsize=8)(load_data)  # once for all cells of a table; its columns may be other data
 
@@ -98,12 +99,7 @@ def _noise(index: int) -> Tensor:
 
 def find_weights(recipe: Recipe) -> tuple[Recipe, Init]:
     """The checkpoint of a recipe. Where it is not on this machine: random weights for the network of its card."""
-    try:
-        init = parse_init(recipe.init)
-    except Missing:
-        if recipe.arch is None:
-            raise
-        init = parse_init("none")
+    init = parse_init(recipe.init)
     if init.kind == "card" and not is_cached(card := find_card(init.name)):
         update = {"init": "none", "arch": recipe.arch or card.arch, "size": recipe.size or card.preprocess.size}
         return recipe.model_copy(update=update), parse_init("none")
@@ -162,18 +158,19 @@ def rehearse(setup: Setup, longest: float, folder: Path, *, here: bool = True) -
             few = {name: members[: 4 * READ] for name, members in setup.pools.indices.items()}  # for a teacher to label
             small = dataclasses.replace(setup, pools=dataclasses.replace(setup.pools, indices=few))
             loop = make_loop(small, RunFolder(folder), display)
-            learner = loop.roles.learner
             step, shown, loss = torch.zeros(3), min(part, READ), 0.0
             if recipe.trunk != "frozen":
                 step, shown, loss = _time_steps(loop, phase, batch, part, longest)
-            forward = _time_forward(setup, setup.teacher or learner, viewer.prepare(_of_size(batch, shown).images))
+            network, images = setup.teacher or loop.roles.learner, viewer.prepare(_of_size(batch, shown).images)
+            with setup.accelerator.autocast():
+                forward = _quartiles(lambda: show(network, images)) / shown
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         advise(setup, error)
         raise
     return Pace(
         step=step, forward=forward, reading=reading / max(viewer.workers, 1) * here,
-        ahead=viewer.workers > 0, shown=shown * int(recipe.accumulate), loss=loss, weights=4 * numbers_in(learner),
-        need=need,
+        ahead=viewer.workers > 0, shown=shown * int(recipe.accumulate), loss=loss, need=need,
+        weights=4 * numbers_in(setup.network),
     )  # fmt: skip
 
 
@@ -197,37 +194,25 @@ def _of_size(batch: Batch, count: int) -> Batch:
 def _time_steps(loop: Loop, phase: Phase, batch: Batch, part: int, longest: float) -> tuple[Tensor, int, float]:
     """The time of a step with `part` images at a time, the images that were shown for it, and the loss."""
 
-    def steps(images: int, number: int) -> tuple[Tensor, float]:
+    def steps(images: int) -> tuple[Tensor, float]:
         timer, some = _Timer(), _of_size(batch, images)
         same = dataclasses.replace(loop, feed=lambda *_: itertools.repeat(some))
-        same.train([dataclasses.replace(phase, steps=number + 1)], 0, timer)  # the first one warms up
+        same.train([dataclasses.replace(phase, steps=STEPS + 1)], 0, timer)  # the first one warms up
         return torch.tensor(timer.ends, dtype=torch.double).diff().float(), timer.loss
 
-    fewest = min(2, part)
-    one = max(gather_object([float(steps(fewest, FEWEST)[0].min()) / fewest]))  # the same on every process
-    shown = max(min(part, int(longest / one) // 2 * 2), fewest)
-    seconds, loss = steps(shown, max(FEWEST, min(int(ENOUGH_SECONDS / (one * shown)), MOST)))
-    return seconds.quantile(QUARTILES) * (part / shown), shown, loss
-
-
-def _time_forward(setup: Setup, network: nn.Module, images: Tensor) -> Tensor:
-    def forward() -> None:
-        with setup.accelerator.autocast():
-            show(network, images)
-
-    return _quartiles(forward) / len(images)
+    images = min(2, part)
+    while True:
+        seconds, loss = steps(images)
+        slowest = max(gather_object([float(seconds.min())]))  # the same on every process
+        more = min(part, int(images * longest / slowest) // 2 * 2)
+        if images == part or more < min(2 * images, part):
+            return seconds.quantile(QUARTILES) * (part / images), images, loss
+        images = more
 
 
 def _quartiles(work: Callable[[], Any]) -> Tensor:
-    def seconds() -> float:
-        began = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    number = int(ENOUGH_SECONDS / max(seconds(), 1e-9))
-    return torch.tensor([seconds() for _ in range(max(FEWEST, min(number, MOST)))]).quantile(QUARTILES)
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return torch.tensor(timer.blocked_autorange(min_run_time=ENOUGH_SECONDS).times).quantile(QUARTILES)
 
 
 # ------------------------------------------------------------------------------------ adding up
@@ -295,7 +280,7 @@ def price(recipe: Recipe, data: Data, pools: Pools, plan: Plan, pace: Pace, *, h
         if not recipe.labels_once_per_cycle:  # labels of a batch: its images were read to be trained on
             seconds += pace.forward * work.teacher_images
     saved = pace.weights * (1 + copies(recipe, plan.phases)) * (KEPT_CHECKPOINTS + 1)  # one more while it is written
-    part = recipe.batch_size // (1 if recipe.accumulate == "auto" else recipe.accumulate)
+    part = recipe.batch_size // int(recipe.accumulate)
     return Price(
         plan=plan, work=work, seconds=seconds, here=here, warnings=unintended(recipe, plan, labelled, classes),
         disk={"checkpoints": saved, "export": pace.weights, "pseudo-labels": work.label_bytes},
@@ -312,34 +297,14 @@ def stage(recipe: Recipe, init: Init, folder: Path, signals: Signals, data: Data
     return setup
 
 
-def estimate(
-    recipe: Recipe, signals: Signals, paces: dict[object, Pace] | None = None, *, teacher: str | None = None
-) -> Price:
-    """The price of a run in one process.
-
-    Args:
-        recipe: of the run.
-        signals: whether to stop.
-        paces: keeps what was timed, for other runs of the same kind.
-        teacher: the network of a teacher that is still to come.
-    """
-    paces = {} if paces is None else paces
+def estimate(recipe: Recipe, signals: Signals) -> Price:
+    """The price of a run in one process, from steps of half a second."""
     recipe, data, here = find_data(recipe.model_copy(update={"truth": None}))  # which changes no count
     recipe, init = find_weights(recipe)
-    data, pools, plan = lay_out(recipe, data)
-    kind = (
-        init, recipe.arch, recipe.size, recipe.method, teacher or recipe.teacher, recipe.batch_size, recipe.accumulate,
-        recipe.precision, recipe.optimizer.name, recipe.trunk, recipe.data,
-    )  # fmt: skip
-    if kind not in paces:
-        with tempfile.TemporaryDirectory() as folder:
-            known = recipe if teacher is None else recipe.model_copy(update={"teacher": None})
-            setup = stage(known, init, Path(folder), signals, data)
-            if teacher is not None:
-                setup.teacher = build(teacher)
-                new_head(setup.teacher, len(data.classes), "prior")
-            paces[kind] = rehearse(setup, BRIEF, Path(folder), here=here)
-    return price(recipe, data, pools, plan, paces[kind], here=here)
+    with tempfile.TemporaryDirectory() as folder:
+        setup = stage(recipe, init, Path(folder), signals, data)
+        pace = rehearse(setup, BRIEF, Path(folder), here=here)
+    return price(setup.recipe, data, setup.pools, setup.plan, pace, here=here)
 
 
 def time_words(seconds: Tensor) -> str:

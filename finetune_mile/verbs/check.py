@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     for flag in ASIDE:
         if getattr(run, flag):
             raise Problem(f"--{flag}: not available here. Give the flags of a new run.")
-    if not settings and not sets:
+    if settings.keys() <= {"truth"} and not sets:
         raise Problem("nothing to check: add --data folder:DIR and, to check a run, --init CHECKPOINT")
     from finetune_mile.images.checks import check_replaceable, inspect  # not for --help
 
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     look = partial(inspect, workers=options.workers, listed=options.list)
     if options.classes is None and settings.keys() <= {"data", "truth"} and not sets:
         return _check_data(settings["data"], settings.get("truth"), look)
-    if options.classes is not None and (images is None or options.classes < 2):
+    if options.classes is not None and (options.images in (None, "all") or options.classes < 2):
         raise Problem("--classes needs --images N beside it, and at least two classes")
     counts = None if options.classes is None or images is None else (images, options.classes)
     resolved, _ = resolve_anywhere(({} if counts is None else {"data": "folder:elsewhere"}) | settings, sets)
