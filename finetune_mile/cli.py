@@ -16,16 +16,17 @@ VERBS: dict[str, tuple[str, str]] = {
     "embed": ("finetune_mile.verbs.embed", "compute features of a checkpoint once, for probe and run"),
     "probe": ("finetune_mile.verbs.probe", "compare checkpoints on your images by k-NN and linear probes"),
     "table": ("finetune_mile.paper.table", "run the missing cells of a table, write its results"),
-    "plan": ("finetune_mile.verbs.plan", "estimate time, memory and disk of a run or a table"),
-    "preflight": ("finetune_mile.verbs.preflight", "check checkpoint, data, memory and disk before a long run"),
+    "check": ("finetune_mile.verbs.check", "before a run: data, checkpoint, a few steps, time and disk"),
     "predict": ("finetune_mile.verbs.predict", "label new images: files, folders, or names on stdin"),
     "export": ("finetune_mile.verbs.export", "write a trained classifier for timm, transformers, ONNX or torch.export"),
     "weights": ("finetune_mile.verbs.weights", "checkpoints: ls, show, check, convert, add, verify"),
     "recipes": ("finetune_mile.verbs.recipes", "recipe files: ls, show, cp"),
     "eval": ("finetune_mile.verbs.evaluate", "score any classifier, or saved logits, on any data"),
-    "doctor": ("finetune_mile.verbs.doctor", "check data before a run: bad images, duplicates, class counts, sizes"),
     "pack": ("finetune_mile.verbs.pack", "write resized images into WebDataset shards"),
 }
+# Other names of verbs; for one version those that `check` has replaced.
+OTHER_NAMES = {"train": "run", "evaluate": "eval"}
+REPLACED = {"plan": "check", "preflight": "check", "doctor": "check"}
 
 EPILOG = """
 examples:
@@ -51,7 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     if verb == "--version":
         sys.stdout.write(f"finetune-mile {__version__}\n")
         return 0
-    verb = {"train": "run", "evaluate": "eval"}.get(verb, verb)
+    if verb in REPLACED:
+        sys.stderr.write(f"note: `finetune-mile {verb}` is now `finetune-mile {REPLACED[verb]}`; use that name.\n")
+    verb = (OTHER_NAMES | REPLACED).get(verb, verb)
     if verb not in VERBS:
         return tell(Problem(f"{verb}: unknown verb; {did_you_mean(verb, VERBS)}"))
     try:

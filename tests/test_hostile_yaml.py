@@ -121,9 +121,9 @@ phases(block, Budget(total_steps=10**9, steps_per_epoch=1.0))"""
 EMPTY = [
     ["run", "--lr", ""], ["run", "--seed", ""], ["run", "--steps", " "], ["run", "--lr="], ["run", "--init", ""],
     ["run", "--data", ""], ["run", "--out", ""], ["run", "--method", ""], ["run", "--resume", ""], ["run", "--k_t", ""],
-    ["pretrain", "--lr", ""], ["pretrain", "--data="], ["plan", "--steps", ""], ["plan", "--table", ""],
+    ["pretrain", "--lr", ""], ["pretrain", "--data="], ["check", "--steps", ""], ["check", "--table", ""],
     ["table", "ssl", "--runs", "", "--dry-run"], ["table", "ssl", "--only", "", "--dry-run"],
-    ["eval", "--model", "run:x", "--out", ""], ["eval", "--truth", ""], ["doctor", "--data", "demo", "--list", ""],
+    ["eval", "--model", "run:x", "--out", ""], ["eval", "--truth", ""], ["check", "--data", "demo", "--list", ""],
 ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ EMPTY = [
 def test_f12_an_empty_value_is_refused(recipes, bounded, capsys, words):
     assert main([*words, "--explain"] if words[0] in ("run", "pretrain") else words) == 2
     flag = next(word for word in words if word.startswith("--")) if "ssl" not in words else words[2]
-    flag = {"--model": "--out"}.get(flag, flag) if words[0] == "eval" else "--list" if words[0] == "doctor" else flag
+    flag = {"--model": "--out"}.get(flag, flag) if words[0] == "eval" else "--list" if "--list" in words else flag
     flag = flag.rstrip("=").replace("_", "-")
     assert capsys.readouterr().err == f"error: {flag}: the value is empty; write {flag} VALUE, or leave out the flag\n"
     assert not list(recipes.iterdir())

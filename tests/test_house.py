@@ -70,7 +70,7 @@ TOO_WIDE = {
 }
 TWINS = {"Block", "Monitor", "State"}
 MOST_LINES_OF_A_VERB = 150
-TOO_LONG_VERBS = {"preflight"}
+TOO_LONG_VERBS: set[str] = set()
 VERBS_OF_VERBS: set[tuple[str, str]] = set()
 RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
 MOST_STOPS = 10  # files that one checkpoint passes on its way to a network
@@ -84,7 +84,7 @@ NO_TORCH = (
     "images/index", "images/order", "images/splits", "images/tars", "images/sources/wds",
     "images/alike", "images/groups", "images/name_lists",
     "pretraining/recipe", "verbs/pretrain", "verbs/embed", "verbs/probe", "verbs/predict", "verbs/export",
-    "verbs/preflight",
+    "verbs/check",
 )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ ORDERED = {  # each of them alone breaks the order
     "learning/losses.py": "from finetune_mile.methods import mile",
     "methods/mile.py": "from finetune_mile.config import schema",
     "images/splits.py": "from finetune_mile.checkpoints import cards",
-    "verbs/doctor.py": "from finetune_mile.paper import idx",
+    "verbs/check.py": "from finetune_mile.paper import idx",
 }
 
 
@@ -274,7 +274,6 @@ def test_verbs_import_no_verb():
 WITHOUT_GRADIENTS = {
     "compute/passes.py", "learning/loop.py", "learning/roles.py", "methods/auto.py", "networks/heads.py",
     "networks/parts.py", "checkpoints/loading.py", "training/start.py", "pretraining/methods.py", "paper/irm.py",
-    "training/pricing.py",
 }  # fmt: skip
 
 

@@ -7,12 +7,13 @@ import re
 from functools import cache
 from pathlib import Path
 
-from finetune_mile.checkpoints.cards import find_card
+from finetune_mile.checkpoints.cards import SCRATCH, find_card
 from finetune_mile.networks.heads import build, new_head
 from finetune_mile.paper.tables.description import find_table, read_table
 from finetune_mile.paper.tables.runs import make_jobs, resolve_all
 from finetune_mile.training.memory import Need, copies, kept_per_image, numbers_in
-from finetune_mile.training.pricing import count, find_network
+from finetune_mile.training.pricing import count, find_data, find_weights
+from finetune_mile.training.setup import lay_out
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/imagenet.md"
@@ -57,15 +58,18 @@ def work():
         jobs = make_jobs(table, Path("runs"), {})
         rows = {}
         for job, meaning in zip(jobs, resolve_all(jobs), strict=True):
-            recipe = meaning.resolved.recipe
-            found, work = find_network(recipe.init, recipe.arch, recipe.size), count(recipe)
-            numbers, kept = sizes_of(found.arch, found.padding, found.size)
-            need = Need(4 * (2 + copies(recipe, work.plan.phases)) * numbers, kept).of(recipe.batch_size // GPUS)
-            trained = work.plan.total_steps * recipe.batch_size
+            named = meaning.resolved.recipe
+            card = SCRATCH if named.init == "none" else find_card(named.init)
+            recipe, data, _ = find_data(find_weights(named)[0])
+            _, pools, plan = lay_out(recipe, data)
+            work = count(recipe, plan, pools, len(data.val), len(data.classes))
+            numbers, kept = sizes_of(recipe.arch, card.padding, recipe.size or card.preprocess.size)
+            need = Need(4 * (2 + copies(recipe, plan.phases)) * numbers, kept).of(recipe.batch_size // GPUS)
+            trained = plan.total_steps * recipe.batch_size
             hours = (trained + FORWARD * (work.teacher_images + work.evaluation_images)) / SPEED / 3600
             time = f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
-            row = name, job.key.row, found.arch, f"{recipe.batch_size:,}", f"{need / 1e9:.0f}"
-            rows.setdefault(row, {})[job.key.column] = f"{work.plan.total_steps:,}; {trained / 1e6:.1f} M; {time}"
+            row = name, job.key.row, recipe.arch, f"{recipe.batch_size:,}", f"{need / 1e9:.0f}"
+            rows.setdefault(row, {})[job.key.column] = f"{plan.total_steps:,}; {trained / 1e6:.1f} M; {time}"
         for row, cells in rows.items():
             yield line(*row, *(cells.get(column, "") for column in ("1 %", "10 %", "100 %")))
 

@@ -55,7 +55,7 @@ PYTHON = {
     "docs/features.md": "tests/commands/test_embed.py",
 }
 
-LIKE_RUN = ("plan", "preflight")  # take the flags of run beside their own
+LIKE_RUN = ("check",)  # take the flags of run beside their own
 
 
 class Read(Exception):
@@ -190,7 +190,7 @@ SHORT = [*SMALL, *FEW, "--steps", "6", "--k-t", "2", "--k-s", "2", "--set=mile.w
 MORE = {
     "quickstart": ["--minutes", "0.2", "--workers", "0"],
     "run": SHORT,
-    "preflight": SHORT,
+    "check": SHORT,
     "embed": SMALL,
     "probe": SMALL,
     "pretrain": ["--steps", "2", "--batch-size", "8", "--set", "size=24", "--set", "workers=0"],
@@ -226,7 +226,7 @@ def shorter(words):
         return [*FEW, *(["--k-t", "4", "--k-s", "4"] if "mile" in rest else [])]
     if "dinov2-s" in rest and verb == "run":
         return [*SHORT, "--init", "moco.pth.tar"]
-    imagenet = verb in ("run", "preflight") and "--init" in rest and "--data" not in rest
+    imagenet = verb in ("run", "check") and "--init" in rest and "--data" not in rest
     gentle = ["--split", "list.txt", "--lr", "1e-4", "--set=optimizer.head_lr=1e-4"]  # the weights are random
     return [*MORE.get(verb, ()), *(gentle if imagenet else [])]
 

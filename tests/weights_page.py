@@ -109,7 +109,7 @@ The published files could not be fetched where this was written, so their cards 
 hash.
 If you could fetch one, send in what you saw: open an issue or a pull request with the record
 (`~/.config/finetune_mile/weights/verified/NAME.json`). Its hashes, sizes and features go onto the card, which then says
-`verified: true`; from then on every other user's file is compared with yours. `finetune-mile preflight`
+`verified: true`; from then on every other user's file is compared with yours. `finetune-mile check`
 adds the accuracies that it measured to the record ([imagenet.md](imagenet.md)).
 
 - **Several backbones in one file** (online and momentum, student and teacher): formats that we know

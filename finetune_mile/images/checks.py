@@ -17,7 +17,7 @@ from finetune_mile.core.console import progress
 from finetune_mile.core.files import open_regular
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.images.alike import MOST_COMPARED, NEAR, SHOWN, WIDTH, Prints, compare, listed, print_of, same_names
-from finetune_mile.images.index import HEADER, allowed, say_unreadable
+from finetune_mile.images.index import HEADER, allowed, say_unreadable, write_list
 from finetune_mile.images.splits import label_names
 
 if TYPE_CHECKING:
@@ -36,6 +36,17 @@ class Findings:
     widths: list[int] = field(default_factory=list)
     digests: dict[int, bytes] = field(default_factory=dict)  # index to hash of the file
     prints: Prints = field(default_factory=lambda: np.zeros((0, WIDTH), dtype=np.float16))  # none where N is too large
+
+
+def inspect(data: Data, workers: int | None, listed: Path | None = None) -> tuple[list[str], int]:
+    """Read all images: the lines to print, and how many images or files cannot be read; all found goes to `listed`."""
+    parts = {"train": data.train, "val": data.val, "test": data.test}
+    splits = {name: examine(part, name, workers) for name, part in parts.items() if part}
+    copies = find_copies(data, splits)
+    if listed is not None:
+        write_list(listed.resolve(), list_rows(splits, copies))
+    bad = sum(len(findings.bad) for findings in splits.values())
+    return list(report(data, splits, copies)), bad + sum(data.unreadable.values())
 
 
 class Copy(NamedTuple):

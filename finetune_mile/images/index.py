@@ -475,7 +475,7 @@ class BadImages:
             raise Problem(
                 f"--data {self.data}: {count} of {len(ids):,} {split} images cannot be read, which is more than "
                 f"{allowed(len(ids))} ({SHARE:.1%}, at least {AT_LEAST}); {self.path} lists them, and "
-                f"`finetune-mile doctor --data {shlex.quote(self.data)}` finds all of them"
+                f"`finetune-mile check --data {shlex.quote(self.data)}` finds all of them"
             )
 
     def read(self) -> dict[tuple[str, str], str]:

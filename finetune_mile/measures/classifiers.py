@@ -180,7 +180,7 @@ def logits_of(
         raise Problem(
             f"--data {data}: {len(bad)} of {len(images):,} images cannot be read, more than {allowed(len(images))}; "
             f"the first is {images.ids[first]} ({reason}), and "
-            f"`finetune-mile doctor --data {shlex.quote(data)}` finds all of them"
+            f"`finetune-mile check --data {shlex.quote(data)}` finds all of them"
         )
     return logits, bad
 

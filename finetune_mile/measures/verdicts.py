@@ -193,7 +193,7 @@ def learned_nothing(results: Mapping[str, float], *, steps: int, data: str, advi
     causes = (
         f"{RATES} (try {advice}), {steps:,} steps are too few (raise --steps or --epochs), the checkpoint or the image "
         "size does not suit the images (--init, --size), or the labels are wrong "
-        f"(finetune-mile doctor --data {shlex.quote(data)})."
+        f"(finetune-mile check --data {shlex.quote(data)})."
     )
     rival, its_score = "guessing", chance
     if not low <= chance <= high:

@@ -97,6 +97,21 @@ def kept_per_image(network: nn.Module, size: int, *, half: bool) -> int:
     return (large - small) // 2
 
 
+def gpu_words(recipe: Recipe, need: Need) -> str:
+    """Memory per GPU, and the `accumulate` that fits: on one GPU and on eight."""
+    batch, lines = recipe.batch_size, []
+    for gpus in (1, 8):
+        if batch % gpus == 0:
+            fitting = (need.parts(batch // gpus, size * 1e9, recipe) for size in GPUS)
+            lines.append(f"{', '.join('-' if n is None else str(n) for n in fitting)} on {gpus}")
+    share = batch // 8 if batch % 8 == 0 else batch
+    precision = "bf16" if recipe.precision == "auto" else recipe.precision
+    return (
+        f"about {decimal(need.of(share))} for {share} images each in precision {precision}; with "
+        f"{', '.join(map(str, GPUS))} GB, accumulate = {'; '.join(lines)}"
+    )
+
+
 def device_memory(device: torch.device) -> int | None:
     """Bytes of a GPU; None for a CPU."""
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None

@@ -190,7 +190,7 @@ def _better_one(
     if not counted:
         clock.say("no validation photo has a label, so nothing could show that a larger step is better")
         return made
-    chosen = _largest_that_fits(clock, make, size, facts["left_out"])
+    chosen = _largest_that_fits(clock, make, size, signals, facts["left_out"])
     write_json(path / SUMMARY, facts)
     if chosen is None:
         return made
@@ -265,7 +265,7 @@ def _about(name: str, path: Path, measure: str) -> dict[str, Any]:
 
 
 def _largest_that_fits(
-    clock: Clock, make: Callable[[list[str]], Resolved], size: int, left_out: list[dict[str, Any]]
+    clock: Clock, make: Callable[[list[str]], Resolved], size: int, signals: Signals, left_out: list[dict[str, Any]]
 ) -> tuple[str, Resolved] | None:
     """The first step of the ladder that fits into the time that is left; those before it go to `left_out`."""
     from finetune_mile.training.pricing import estimate
@@ -276,7 +276,7 @@ def _largest_that_fits(
             break
         try:
             resolved = make(sets)
-            seconds = float(estimate(resolved.recipe).seconds[2])
+            seconds = float(estimate(resolved.recipe, signals).seconds[2])
         except Problem as problem:  # such as a network without blocks
             clock.say(f"{name} is left out: {' '.join(problem.sentences)}")
             continue

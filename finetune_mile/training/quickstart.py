@@ -135,7 +135,7 @@ class Quickstart:
             if len(bad) > allowed(len(findings.images)):
                 raise Problem(
                     f"{self.how.data}: {len(bad):,} of {len(findings.images):,} {name} images cannot be "
-                    f"read; `finetune-mile doctor --data {shlex.quote(self.how.data)}` lists them"
+                    f"read; `finetune-mile check --data {shlex.quote(self.how.data)}` lists them"
                 )
             for image, reason in list(bad.items())[:SHOWN]:  # the page has the number of all
                 self.warn(f"{name} image {image} is bad ({reason}) and is skipped")

@@ -255,8 +255,13 @@ class Setup:
         return logits[good], self.pools.images.given[torch.from_numpy(picked)][good]
 
 
-def set_up(recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, signals: Signals) -> Setup:
-    """Start the processes, open the data, lay out the phases and load the network of a recipe; nothing is written."""
+def set_up(
+    recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, signals: Signals, data: Data | None = None
+) -> Setup:
+    """Start the processes, open the data, lay out the phases and load the network of a recipe; nothing is written.
+
+    `data`: the images of the recipe, where they are open already.
+    """
     requested, (recipe, precision) = recipe, on_device(recipe)
     accelerator = start(
         precision=precision, seed=recipe.seed, track=recipe.track, project=str(path), broadcast_buffers=False
@@ -271,7 +276,7 @@ def set_up(recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, si
         )
     if recipe.sync_batch_norm and accelerator.num_processes > 1 and accelerator.device.type == "cpu":
         raise Problem("sync_batch_norm: true needs GPUs; for several processes on CPUs use --set sync_batch_norm=false")
-    data, pools, plan = lay_out(recipe)
+    data, pools, plan = lay_out(recipe, data)
     if recipe.optimizer.lr == "auto":
         rate = auto_rate(len(pools.indices["labelled"]), frozen=recipe.trunk == "frozen")
         recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"lr": rate})})

@@ -8,9 +8,9 @@ import finetune_mile
 from finetune_mile.checkpoints.cards import Missing
 from finetune_mile.checkpoints.init import Init, locate, parse_init, parse_source, read_config, read_header
 from finetune_mile.cli import main
-from finetune_mile.config.resolve import choose_recipe
+from finetune_mile.config.resolve import choose_recipe, resolve
 from finetune_mile.core.problems import Problem
-from finetune_mile.training.pricing import find_network
+from finetune_mile.training.pricing import find_weights
 
 
 @pytest.fixture
@@ -78,11 +78,14 @@ def test_a_folder_with_the_name_of_a_card(here):
         parse_source("swav", "--teacher")
 
 
-def test_plan_knows_what_run_knows():
-    assert find_network("simclrv2-r50-1x-sk1", None, None).arch == "resnet50-sk"
-    assert not find_network("not/here.pth", "resnet50", None).here
+def test_a_price_knows_what_run_knows():
+    def found(init, arch=None):
+        return find_weights(resolve({"init": "none", "arch": "resnet18"}, []).recipe.model_copy(
+            update={"init": init, "arch": arch}))[0]  # fmt: skip
+
+    assert found("simclrv2-r50-1x-sk1").arch == "resnet50-sk"
     with pytest.raises(Missing, match=r"not/here\.pth"):
-        find_network("not/here.pth", None, None)
+        found("not/here.pth")
 
 
 def test_one_reader_of_configs(here, capsys):
@@ -92,14 +95,12 @@ def test_one_reader_of_configs(here, capsys):
     (export / "config.json").write_text('{"arch": "resnet18", "size": 24}')
     assert read_config(here / "run") == read_config(export) == {"arch": "resnet18", "size": 24}
     assert read_config(here / "run/x.pth") == {"arch": "of the folder"}
-    assert find_network("run", None, None).size == 24
     (export / "config.json").write_text("[1]")
     assert read_config(export) == {}
     for damaged in (b"{", b"\xff", b"[" * 100_000):
         (export / "config.json").write_bytes(damaged)
         (export / "model.safetensors").write_bytes(b"x")
-        for read in (read_config, lambda place: find_network(str(place), None, None),
-                     lambda place: finetune_mile.load(str(place))):  # fmt: skip
+        for read in (read_config, lambda place: finetune_mile.load(str(place))):
             with pytest.raises(Problem, match=r"export/config.json is not valid JSON"):
                 read(here / "run")
         assert main(["eval", "--model", "run:run", "--data", "demo"]) == 2

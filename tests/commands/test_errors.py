@@ -110,9 +110,8 @@ VERBS = {
     "tabel ssl": "error: tabel: unknown verb; did you mean table?",
     "table ssl --formt csv": "error: --formt: unknown flag; did you mean --format?",
     "table ssl --format tex": "error: --format tex: unknown; did you mean latex?",
-    "doctor --data x --worker 3": "error: --worker: unknown flag; did you mean --workers?",
     "pack a b --sise 3": "error: --sise: unknown flag; did you mean --size?",
-    "doctor --data demo more": "error: unexpected argument 'more'. Settings are flags (see --help).",
+    "check --data demo more": "error: unexpected argument 'more'. Settings are flags (see --help).",
 }
 
 

@@ -145,8 +145,8 @@ def test_every_verb_takes_every_kind(data, runs, tmp_path, capsys, kind):
     same = ["--init", "simclr-demo", "--data", where]
     assert command(["embed", *same, str(tmp_path / "features")]) == 0
     assert command(["probe", *same, "--json", str(tmp_path / "probe.json")]) == 0
-    assert command(["plan", *TINY, "--data", where]) == 0
-    assert command(["doctor", "--data", where]) == 0
+    assert command(["check", *TINY, "--data", where]) == 0
+    assert command(["check", "--data", where]) == 0
     assert run(["--resume", folder]) == 0
 
 

@@ -10,8 +10,9 @@ from shortcuts import tinted_photos
 from finetune_mile.cli import main
 from finetune_mile.config.resolve import resolve
 from finetune_mile.core.problems import Failed
-from finetune_mile.training import minutes, pricing
+from finetune_mile.training import minutes, pricing, setup
 from finetune_mile.training import plan as planning
+from finetune_mile.training.processes import Signals
 
 LITTLE = ["--init", "simclr-demo", "--method", "softmax", "--set", "workers=0"]
 
@@ -37,7 +38,7 @@ def out(monkeypatch, tmp_path):
 def enough_time(monkeypatch):
     """All layers are said to fit."""
     monkeypatch.setattr(
-        minutes, "_largest_that_fits", lambda clock, make, size, left_out: ("all layers", make(["trunk=all"]))
+        minutes, "_largest_that_fits", lambda clock, make, size, signals, left_out: ("all layers", make(["trunk=all"]))
     )
 
 
@@ -162,7 +163,7 @@ def test_the_largest_step_that_fits_is_chosen(monkeypatch):
     prices = {("all", None): 500.0, ("last:1", None): 200.0, ("all", 160): 90.0, ("all", 128): 40.0}
 
     class Price:
-        def __init__(self, recipe):
+        def __init__(self, recipe, _signals):
             self.seconds = [0, 0, prices[recipe.trunk, recipe.size]]
 
     monkeypatch.setattr(pricing, "estimate", Price)
@@ -171,7 +172,7 @@ def test_the_largest_step_that_fits_is_chosen(monkeypatch):
     def make(sets):
         return resolve({"init": "simclr-demo", "data": "folder:photos"}, sets)
 
-    chosen = minutes._largest_that_fits(minutes.Clock(2), make, 224, left_out)
+    chosen = minutes._largest_that_fits(minutes.Clock(2), make, 224, None, left_out)
     assert chosen is not None
     assert chosen[0] == "all layers at 160 px"
     assert chosen[1].recipe.size == 160
@@ -180,10 +181,12 @@ def test_the_largest_step_that_fits_is_chosen(monkeypatch):
 
 def test_the_price_of_the_last_block_is_of_a_network_that_learns_no_more(photos, monkeypatch):
     asked = []
-    monkeypatch.setattr(pricing, "choose_trainable", lambda network, trunk: asked.append(trunk))
+    monkeypatch.setattr(setup, "choose_trainable", lambda network, trunk: asked.append(trunk))
     settings = {"init": "simclr-demo", "data": str(photos)}
-    pricing.estimate(resolve(settings, ["trunk=last:1", "workers=0"]).recipe)
+    with Signals() as signals:
+        price = pricing.estimate(resolve(settings, ["trunk=last:1", "workers=0"]).recipe, signals)
     assert asked == ["last:1"]
+    assert 0 < price.seconds[0] <= price.seconds[1] <= price.seconds[2]
 
 
 @pytest.mark.usefixtures("enough_time")

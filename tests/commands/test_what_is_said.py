@@ -94,7 +94,7 @@ def test_every_path_in_a_printed_command_is_quoted():
 
 
 def test_the_commands_that_a_run_prints_can_be_pasted(photos, tmp_path, capsys, stop_at):
-    """`finetune-mile doctor --data messy photos` has one word too many."""
+    """`finetune-mile check --data messy photos` has one word too many."""
     out = tmp_path / "my run"
     flags = ["--data", f"folder:{photos}", "--init", "simclr-demo", *FAST, "--method", "softmax"]
     command = ["run", *flags, "--out", str(out)]
@@ -120,7 +120,7 @@ def test_the_commands_that_a_run_prints_can_be_pasted(photos, tmp_path, capsys, 
 
 def test_a_plan_does_not_warn_of_the_default_recipes_own_schedule(photos, capsys):
     """`k_t is 6 epochs of your labelled images ... lower --k-t` was about a value that nobody had set."""
-    words = ["plan", "--data", str(photos), "--init", "simclr-demo", "--set", "size=24"]
+    words = ["check", "--data", str(photos), "--init", "simclr-demo", "--set", "size=24"]
     assert main(words) == 0
     assert "k_t is" not in capsys.readouterr().out
     assert main([*words, "--k-t", "90", "--k-s", "5"]) == 0

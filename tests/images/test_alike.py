@@ -100,7 +100,7 @@ def test_doctor_names_near_duplicates_across_splits_and_classes(folder, tmp_path
     COPIES["mirror"](photo).save(folder / "train/dog/mirror.gif")
     COPIES["half"](Image.open(folder / "train/dog/2.jpg")).save(folder / "train/dog/half.jpg")
     found = tmp_path / "found.csv"
-    assert main(["doctor", "--data", str(folder), "--workers", "0", "--list", str(found)]) == 0
+    assert main(["check", "--data", str(folder), "--workers", "0", "--list", str(found)]) == 0
     said = capsys.readouterr().out
     assert "wrong labels" not in said, "that is said of exact copies only"
     assert "near-duplicates across train and val: 1\n  val cat/re.webp looks like train cat/1.jpg\n" in said
@@ -116,7 +116,7 @@ def test_doctor_names_near_duplicates_across_splits_and_classes(folder, tmp_path
 def test_doctor_does_not_compare_too_many_photos(folder, capsys, monkeypatch):
     monkeypatch.setattr(checks, "MOST_COMPARED", 5)
     monkeypatch.setattr(checks, "compare", None)
-    assert main(["doctor", "--data", str(folder), "--workers", "0"]) == 0
+    assert main(["check", "--data", str(folder), "--workers", "0"]) == 0
     assert "near-duplicates were not searched: there are more than 5 images" in capsys.readouterr().out
 
 
@@ -144,7 +144,7 @@ def test_doctor_reads_data_with_several_labels_or_none(kind, folder, tmp_path, c
         rows = [f"{path},{label}" for path, label in zip(files, labels, strict=True)]
         data.write_text("\n".join(["file,labels" if "several" in kind else "file,label", *rows]) + "\n")
         data = f"csv:{data}"
-    assert main(["doctor", "--data", str(data), "--workers", "0"]) == 0
+    assert main(["check", "--data", str(data), "--workers", "0"]) == 0
     out = capsys.readouterr().out
     assert [words for words in said if words not in out] == [], out
     assert ("wrong labels" in out) == (kind == "several labels")

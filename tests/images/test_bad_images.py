@@ -129,7 +129,7 @@ def test_too_many_end_a_run_with_a_sentence(folder, tmp_path, capsys):
     assert main(["--data", str(folder), *FLAGS, "--set", "workers=0", "--out", str(out)]) == 2
     said = capsys.readouterr().err
     assert "train images cannot be read, which is more than 10 (0.1%, at least 10)" in said
-    assert f"finetune-mile doctor --data {folder}" in said
+    assert f"finetune-mile check --data {folder}" in said
     assert json.loads((out / "run.json").read_text())["status"] == "failed"
 
 
@@ -190,7 +190,7 @@ def test_files_that_end_in_heic_are_remembered_with_the_scan(with_heic, tmp_path
 
 
 def test_doctor_says_which_files_end_in_heic(with_heic, capsys):
-    assert cli.main(["doctor", "--data", str(with_heic), "--workers", "0"]) == 1
+    assert cli.main(["check", "--data", str(with_heic), "--workers", "0"]) == 1
     assert f"{with_heic.name}: {HEIC}\n" in capsys.readouterr().out
 
 

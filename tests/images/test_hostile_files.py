@@ -63,7 +63,7 @@ def test_f4_a_fifo_among_the_images_is_a_bad_image(folder, tmp_path):
 
 def test_f4_doctor_finds_a_fifo(folder, capsys):
     os.mkfifo(folder / "train/n01440764/x.JPEG")
-    assert main(["doctor", "--data", str(folder), "--workers", "0"]) == 1
+    assert main(["check", "--data", str(folder), "--workers", "0"]) == 1
     assert "1 images cannot be read" in capsys.readouterr().out
 
 

@@ -142,7 +142,7 @@ def test_lists_and_fractions_count_labelled_images_only(photos):
 
 
 def test_pretraining_embed_doctor_and_pack_take_images_without_labels(loose, tmp_path, capsys):
-    assert cli.main(["doctor", "--data", str(loose), "--workers", "0"]) == 0
+    assert cli.main(["check", "--data", str(loose), "--workers", "0"]) == 0
     out = capsys.readouterr().out
     assert "loose: 30 training and 0 validation images, 0 classes" in out
     assert "train: 30 images without labels" in out
@@ -258,10 +258,9 @@ def test_unused_images_and_prices_are_told(photos, loose, capsys):
     out = capsys.readouterr().out
     assert "12 of 47 training images keep their label" in out
     assert "are not used" not in out
-    assert cli.main(["plan", *flags]) == 0
-    plan = capsys.readouterr().out
-    assert "12 labelled of 47 images" in plan
-    assert "70 images by the teacher" in plan, "two generations label 35 images each"
+    assert cli.main(["check", *flags]) == 0
+    cost = capsys.readouterr().out
+    assert "70 images by the teacher" in cost, "two generations label 35 images each"
 
 
 def test_folders_lists_and_sets_are_taken_without_their_labels(photos, tmp_path):

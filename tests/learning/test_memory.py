@@ -13,8 +13,7 @@ from finetune_mile.networks.heads import build
 from finetune_mile.networks.parts import recompute_blocks
 from finetune_mile.run import main
 from finetune_mile.training import memory
-from finetune_mile.training.memory import CONTEXT, Need, kept_per_image
-from finetune_mile.training.pricing import gpu_words
+from finetune_mile.training.memory import CONTEXT, Need, gpu_words, kept_per_image
 
 
 def really_kept(network, images, half):

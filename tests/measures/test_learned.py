@@ -101,7 +101,7 @@ def test_an_accuracy_at_chance_is_a_sentence():
     said = judged(10.8)
     assert "accuracy 10.8 % on 3,925 validation images is no better than guessing (10.0 %" in said
     assert ADVICE in said
-    assert "finetune-mile doctor --data folder:photos" in said
+    assert "finetune-mile check --data folder:photos" in said
     assert judged(38.1) is None
 
 

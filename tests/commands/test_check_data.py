@@ -1,4 +1,4 @@
-"""`finetune-mile doctor`: what is wrong with data is found before a run."""
+"""`finetune-mile check --data`: what is wrong with data is found before a run."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 
 def test_healthy_data(folder, capsys):
-    assert main(["doctor", "--data", str(folder), "--workers", "0"]) == 0
+    assert main(["check", "--data", str(folder), "--workers", "0"]) == 0
     said = capsys.readouterr().out
     assert "photos: 18 training and 6 validation images, 3 classes" in said
     assert "train: 6 images in every class" in said
@@ -34,7 +34,7 @@ def test_healthy_data(folder, capsys):
     assert "exact duplicates across train and val: 0" in said
     assert "train: 0 images cannot be read" in said
     shutil.copytree(folder / "val", folder / "test")
-    assert main(["doctor", "--data", str(folder), "--workers", "0"]) == 0
+    assert main(["check", "--data", str(folder), "--workers", "0"]) == 0
     said = capsys.readouterr().out
     assert "photos: 18 training, 6 validation and 6 test images, 3 classes" in said
     assert "exact duplicates across val and test: 6\n  test cat/0.jpg is val cat/0.jpg" in said
@@ -48,7 +48,7 @@ def test_what_it_finds(folder, tmp_path, capsys):
     data = (folder / "val/cat/1.jpg").read_bytes()
     (folder / "val/cat/1.jpg").write_bytes(data[: len(data) // 2])
     bad = tmp_path / "bad.csv"
-    assert main(["doctor", "--data", f"folder:{folder}", "--workers", "2", "--list", str(bad)]) == 1
+    assert main(["check", "--data", f"folder:{folder}", "--workers", "2", "--list", str(bad)]) == 1
     said = capsys.readouterr().out
     assert "val: 1 classes have no image: owl" in said
     assert "exact duplicates across train and val: 1\n  val dog/copy.jpg is train cat/3.jpg" in said
@@ -71,7 +71,7 @@ def test_all_problems_of_a_folder_are_told_at_once_and_the_images_are_read_all_t
     (folder / "val/new").mkdir()
     shutil.move(folder / "val/dog/0.jpg", folder / "val/new/0.jpg")
     (folder / "train/owl/2.jpg").write_bytes(b"")
-    assert main(["doctor", "--data", str(folder), "--workers", "0"]) == 2
+    assert main(["check", "--data", str(folder), "--workers", "0"]) == 2
     said = capsys.readouterr()
     flag = f"error: --data folder:{folder}"
     assert said.err.splitlines()[:5] == [
@@ -125,18 +125,18 @@ def test_class_names_that_are_likely_the_same(names, same):
 def test_classes_of_train_that_are_spelt_in_two_ways_are_named(folder, capsys):
     (folder / "train/owl").rename(folder / "train/Dogs")
     (folder / "val/owl").rename(folder / "val/Dogs")
-    assert main(["doctor", "--data", str(folder), "--workers", "0"]) == 0
+    assert main(["check", "--data", str(folder), "--workers", "0"]) == 0
     assert "classes Dogs and dog are likely the same; rename or merge them\n" in capsys.readouterr().out
 
 
 def test_f1_list_replaces_a_list_of_ours_and_nothing_else(folder, tmp_path, capsys, monkeypatch):
     (folder / "train/owl/2.jpg").write_bytes(b"")
     thesis, ours, fifo = tmp_path / "thesis.csv", tmp_path / "bad.csv", tmp_path / "fifo"
-    words = ["doctor", "--data", str(folder), "--workers", "0", "--list"]
+    words = ["check", "--data", str(folder), "--workers", "0", "--list"]
     for text in ("", "split,id\n", "split,id,reason,more\n", "my thesis\n"):
         thesis.write_text(text)
         with monkeypatch.context() as patch:
-            patch.setattr("finetune_mile.verbs.doctor.load_data", None)  # before any work
+            patch.setattr("finetune_mile.verbs.check.load_data", None)  # before any work
             assert main([*words, str(thesis)]) == 2
         assert capsys.readouterr().err == (
             f"error: --list {thesis}: this file exists and is not a list of bad images; choose another name\n"
@@ -156,12 +156,12 @@ def test_f1_list_replaces_a_list_of_ours_and_nothing_else(folder, tmp_path, caps
 
 def test_true_sets_are_counted(folder, tmp_path, capsys):
     (tmp_path / "sets.csv").write_text("file,labels\ncat/0.jpg,cat;dog\ndog/1.jpg,dog\n")
-    assert main(["doctor", "--data", str(folder), "--truth", f"csv:{tmp_path / 'sets.csv'}", "--workers", "0"]) == 0
+    assert main(["check", "--data", str(folder), "--truth", f"csv:{tmp_path / 'sets.csv'}", "--workers", "0"]) == 0
     assert "true label sets: 4 empty (not counted in set metrics), 1 with several" in capsys.readouterr().out
 
 
 def test_a_set_in_memory(capsys):
-    assert main(["doctor", "--data", "demo:40"]) == 0
+    assert main(["check", "--data", "demo:40"]) == 0
     assert "demo: 40 training and 10 validation images, 10 classes" in capsys.readouterr().out
 
 
@@ -175,5 +175,5 @@ def test_a_set_in_memory(capsys):
 )
 def test_wrong_input(flags, sentence, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["doctor", *flags]) == 2
+    assert main(["check", *flags]) == 2
     assert sentence in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`finetune-mile preflight` with a stand-in: a card, its file with a classifier, and a tree laid out as ImageNet is."""
+"""`finetune-mile check` of a run, with a card, its file with a classifier, and a tree laid out as ImageNet is."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def card(material, tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_MILE_CONFIG", str(tmp_path / "config"))
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("finetune_mile.verbs.preflight.CLASSES", 3)
+    monkeypatch.setattr("finetune_mile.training.checks.CLASSES", 3)
     file = root / "standin.safetensors"
 
     def write(**facts):
@@ -65,13 +65,13 @@ def card(material, tmp_path, monkeypatch):
         flags = ["--init", "standin", "--data", f"imagenet:{root / 'tree'}", "--fraction", "1", "--method", "sigmoid"]
         little = ["--batch-size", "4", "--steps", "10", "--lr", "0.01", "--set", "size=24", "--set", "workers=1"]
         little += ["--set", "precision=no"]  # auto is bf16 on some processors
-        return ["preflight", *flags, *little]
+        return ["check", *flags, *little]
 
     return write
 
 
 def states(printed):
-    """Name to state and text, and the last line."""
+    """Name to state and text of its last line, and the last line of all."""
     *lines, last = printed.splitlines()
     return {line[:9].strip(): (line[9:15].strip(), line[15:]) for line in lines}, last
 
@@ -86,7 +86,7 @@ def test_a_good_checkpoint_is_ready_and_recorded(card, material, tmp_path, capsy
     assert {name: state for name, (state, _) in said.items() if state == "off"} == {}
     assert "1 process, 4 images in 1 part: " in said["step"][1]
     assert said["load"][1].startswith("72 tensors loaded, 2 new (fc.weight, fc.bias), 2 ignored; format torchvision")
-    assert {"memory", "disk", "loading"} <= said.keys()
+    assert {"data", "memory", "disk", "loading", "steps", "GPUs", "time"} <= said.keys()
     assert not (tmp_path / "runs").exists()
     record = json.loads((tmp_path / "config/weights/verified/standin.json").read_text())
     assert record["accuracies"]["head"]["top1"] == pytest.approx(material[1], abs=0.01)
@@ -103,7 +103,7 @@ def test_a_good_checkpoint_is_ready_and_recorded(card, material, tmp_path, capsy
 
 
 @pytest.mark.parametrize(("published", "state", "advice"), [
-    (5.0, "off", "Training images may be among the validation images"), (99.9, "off", "the load report above"),
+    (5.0, "off", "are training images among the validation images"), (99.9, "off", "the load report above"),
     (None, "ok", "")])  # fmt: skip
 def test_a_published_accuracy_outside_the_interval_is_off(published, state, advice, card, capsys):
     assert main(card(linear_top1=published)) == (state == "off")
@@ -126,7 +126,7 @@ def test_knn_is_compared_with_all_training_images_only(card, tmp_path, monkeypat
     assert main([*card(knn_top1=1.0), "--bank", "30"]) == 0
     said, _ = states(capsys.readouterr().out)
     assert "with 30 of 60 training images (with all, published: 1; --bank all compares): top-1 " in said["k-NN"][1]
-    monkeypatch.setattr("finetune_mile.verbs.preflight.MANY", 80)
+    monkeypatch.setattr("finetune_mile.training.checks.MANY", 80)
     assert main([*card(knn_top1=1.0), "--bank", "all"]) == 1
     assert len(list((tmp_path / "cache/features").glob("*/train.npy"))) == 1, "features of many images are kept"
     said, last = states(capsys.readouterr().out)
@@ -136,7 +136,7 @@ def test_knn_is_compared_with_all_training_images_only(card, tmp_path, monkeypat
 
 
 def test_other_data_and_random_weights_are_not_compared(card, capsys, monkeypatch):
-    monkeypatch.setattr("finetune_mile.verbs.preflight.CLASSES", 1000)
+    monkeypatch.setattr("finetune_mile.training.checks.CLASSES", 1000)
     assert main(card(linear_top1=1.0)) == 0
     said, _ = states(capsys.readouterr().out)
     assert said["head"][1].endswith("on 30 validation images")
@@ -162,7 +162,8 @@ def test_what_cannot_work_is_refused_before_torch_is_imported(card, capsys):
     for more, sentence in (
         (["--images", "none"], "--images none: must be from 1 to 10,000,000, or all"),
         (["--explain"], "--explain: not available here. Give the flags of a new run."),
-        (["--trunk", "frozen"], "--trunk frozen: preflight takes steps on images; leave it out"),
+        (["--classes", "3"], "--classes needs --images N beside it, and at least two classes"),
+        (["--quick"], "--quick and --runs belong to --table NAME"),
         (["--initt", "x"], "--initt: unknown flag; did you mean --init?"),
     ):
         assert main([*words, *more]) == 2

@@ -1,0 +1,314 @@
+"""Is a run ready? Its data, its checkpoint against card and published accuracies, a few real steps, and their cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from accelerate.utils import gather_object
+from rich.filesize import decimal
+from torch import Tensor
+
+from finetune_mile.checkpoints.cards import Card, find_card
+from finetune_mile.checkpoints.init import Init, parse_init
+from finetune_mile.checkpoints.loading import Opened, keep_own_head, open_trunk
+from finetune_mile.checkpoints.verified import record, verify_card
+from finetune_mile.config.resolve import Resolved
+from finetune_mile.core.cores import local_processes, usable_cores
+from finetune_mile.core.files import shipped
+from finetune_mile.images.index import Data
+from finetune_mile.images.order import Indices
+from finetune_mile.images.splits import one_label_each
+from finetune_mile.learning.probe import neighbours
+from finetune_mile.measures.intervals import wilson
+from finetune_mile.measures.predictions import pick_probe
+from finetune_mile.measures.probing import hits
+from finetune_mile.networks.heads import get_head
+from finetune_mile.training.explain import schedule_is_given
+from finetune_mile.training.features import Split, embed, full_name
+from finetune_mile.training.memory import gpu_words, need_of
+from finetune_mile.training.pricing import Pace, Price, find_data, find_weights, price, rehearse, stage, time_words
+from finetune_mile.training.processes import Signals, weight_spread
+from finetune_mile.training.setup import Setup
+
+CLASSES = 1000  # of ImageNet
+MOST_READ = 50_000  # images; of more, near-duplicates are not searched either
+LONGEST = 5.0  # seconds of a timed step
+FEW, MANY = 20_000, 100_000  # training images of a quick k-NN; features that are better kept on disk
+EACH = 128  # images of a forward pass, per process
+PREFETCHED = 2  # batches that a loader process reads ahead, torch's default
+SAME = 1e-6  # relative difference of the processes' weights that unlike GPUs may have
+GOOD_ENOUGH = 0.9  # of the images that a step needs; less is reported as slow
+
+
+class Check(NamedTuple):
+    """One line of the answer."""
+
+    name: str
+    state: Literal["ok", "off", "slow", "-"]
+    text: str
+    advice: str = ""  # what to check next
+    seen: dict[str, Any] = {}  # noqa: RUF012  facts for the record of a card
+
+
+Look = Callable[[Data], tuple[list[str], int]]
+
+
+def check_run(
+    resolved: Resolved, look: Look, counts: tuple[int, int] | None, images: int, bank: int | None, out: Path,
+    signals: Signals,
+) -> Iterator[Check]:  # fmt: skip
+    """Data, checkpoint, a few steps and the cost of a run, one after the other; all processes call it.
+
+    Args:
+        resolved: the recipe.
+        look: reads all images: lines about them, and how many cannot be read.
+        counts: images and classes of data that is elsewhere.
+        images: validation images of the accuracies.
+        bank: training images of k-NN.
+        out: where the run folder would be.
+        signals: whether to stop.
+    """
+    recipe, data, here = find_data(resolved.recipe, counts)
+    yield from check_images(data, recipe.data, look if here else None)
+    init = parse_init(recipe.init)
+    if not here:
+        recipe, init = find_weights(recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        setup = stage(recipe, init, Path(folder), signals, data)
+        if here:
+            yield from check_checkpoint(setup, init, images, bank)
+        else:
+            absent = "" if recipe.init == resolved.recipe.init else "; its weights are not here: random ones"
+            yield Check("load", "-", f"{resolved.recipe.init}: {setup.report.arch}{absent}")
+        pace = rehearse(setup, LONGEST, Path(folder), here=here)
+        yield from check_step(setup, pace)
+    cost = price(setup.recipe, data, setup.pools, setup.plan, pace, here=here)
+    yield from check_cost(setup, cost, out)
+    # A warning about a recipe of ours that nobody changed would be no advice.
+    if schedule_is_given(resolved) or not resolved.path.is_relative_to(shipped("recipes")):
+        yield from (Check("warning", "-", sentence) for sentence in cost.warnings)
+
+
+def check_images(data: Data, name: str, look: Look | None) -> Iterator[Check]:
+    """What `look` sees, on the first process, where there are not too many images; None: they are elsewhere."""
+    counts = f"{len(data.train):,} training and {len(data.val):,} validation images, {len(data.classes):,} classes"
+    if look is None:
+        yield Check("data", "-", f"{counts}; counted, they are not on this machine")
+    elif len(data.train) + len(data.val) > MOST_READ:
+        text = f"{counts}; too many to be read now: `finetune-mile check --data {shlex.quote(name)}` reads all of them"
+        yield Check("data", "-", text)
+    elif os.environ.get("RANK", "0") == "0":
+        lines, bad = look(data)
+        yield from (Check("data", "-", line) for line in lines)
+        if bad:
+            yield Check("data", "off", f"{bad:,} images cannot be read", "the lines above; --list FILE names them all")
+
+
+# ------------------------------------------------------------------------------------ the checkpoint
+
+
+def check_checkpoint(setup: Setup, init: Init, images: int, bank: int | None) -> Iterator[Check]:
+    """The file against its card, the load report, and accuracies against the published ones; all processes call it."""
+    main, report, seen = setup.accelerator.is_main_process, setup.report, dict[str, Any]()
+    card = find_card(init.name) if init.kind == "card" and init.chosen is None else None
+    if card is None:
+        yield Check("file", "-", f"{init}: {report.arch}; there is no card to compare it with")
+    elif main:
+        fine, words, seen = verify_card(card)
+        advice = f"another file than the card's, or read in another way: finetune-mile weights check {card.name}"
+        yield Check("file", "ok" if fine else "off", f"{card.name}: {words}", advice)
+    new = [name for name in report.reset if not name.endswith("num_batches_tracked")]  # torch's counters of batch norm
+    counts = f"{len(report.loaded)} tensors loaded, {len(new)} new ({', '.join(new[:3])}{', ...' * (len(new) > 3)})"
+    counts += f", {len(report.dropped)} ignored"
+    yield Check("load", "ok", f"{counts}; format {report.format}, padding {report.padding}")
+    found = list(check_accuracies(setup, init, images, bank))
+    yield from found
+    if card is not None and main:
+        accuracies = {check.name: check.seen for check in found if check.seen}
+        try:
+            text = str(record(card, seen | {"accuracies": accuracies}))
+        except OSError as error:
+            text = f"not written: {error}"
+        yield Check("record", "-", text)
+
+
+def check_accuracies(setup: Setup, init: Init, images: int, bank: int | None) -> Iterator[Check]:
+    """Top-1 of the file's own classifier and of k-NN, against the card's; the first process compares."""
+    data, card, name = setup.data, setup.card, setup.recipe.data.lower()
+    # Published accuracies are about ImageNet; a part of its classes would be easier.
+    published = setup.num_classes == CLASSES and (name.startswith("imagenet:") or "imagenet-1k" in name)
+    opened = open_trunk(init, arch=setup.recipe.arch)
+    has_head = opened.report.classifier == setup.num_classes
+    if bank is None and (card.knn_top1 is not None or not has_head) and published:
+        bank = FEW
+    if init.kind == "none" or (not has_head and bank is None):
+        text = "not measured: published ones are ImageNet's; with a checkpoint, --bank N measures k-NN on this data"
+        yield Check("accuracy", "-", text)
+        return
+    rows: dict[Split, Indices] = {"val": pick_probe(len(data.val), images).numpy()}
+    labelled = (one_label_each(data.train.given) >= 0).nonzero().flatten()
+    if bank is not None:
+        rows["train"] = labelled[pick_probe(len(labelled), bank)].numpy()
+    found = _features(setup, init, opened, rows)
+    if not setup.accelerator.is_main_process:
+        return
+    queries, given = found["val"]
+    if has_head:
+        head = get_head(keep_own_head(opened).network).cpu().requires_grad_(False)
+        other = published and card.linear_top1 is not None and not card.linear_head
+        what = "the classifier in the file" + (", which is not the published linear one" if other else "")
+        known = card.linear_top1 if card.linear_head and published else None
+        yield _compared("head", what, hits(head(queries).argmax(1), given), known, setup.num_classes, card)
+    if bank is not None:
+        base, labels = found["train"][0], one_label_each(found["train"][1])
+        guesses = neighbours(queries, base, labels, setup.num_classes, k=card.knn_k, temperature=card.knn_temperature)
+        complete = len(rows["train"]) == len(labelled)
+        what = f"k-NN (k {card.knn_k}) with {len(base):,} of {len(labelled):,} training images"
+        if published and card.knn_top1 is not None and not complete:
+            what += f" (with all, published: {card.knn_top1:g}; --bank all compares)"
+        known = card.knn_top1 if published and complete else None
+        yield _compared("k-NN", what, hits(guesses, given), known, setup.num_classes, card)
+
+
+def _features(
+    setup: Setup, init: Init, opened: Opened, rows: dict[Split, Indices]
+) -> dict[Split, tuple[Tensor, Tensor]]:
+    """Features (n, D) and labels of the images in `rows` that can be read; many are kept on disk, as `probe` does."""
+    sets, network = {"train": setup.data.train, "val": setup.data.val}, opened.network.to(setup.accelerator.device)
+    viewer = dataclasses.replace(
+        setup.viewer, preprocess=opened.card.preprocess, batch_size=EACH * setup.accelerator.num_processes
+    )
+    if sum(map(len, rows.values())) > MANY:
+        about = {"init": init.text, "data": setup.recipe.data}
+        store = embed(viewer, network, arch=full_name(opened.report), about=about, dtype="float16", rows=rows)
+        read = {split: store.rows(split, some) for split, some in rows.items()}
+    else:
+        read = {split: viewer.outputs(network, sets[split], some) for split, some in rows.items()}
+    return {
+        split: (features[good], sets[split].given[torch.from_numpy(rows[split])][good])
+        for split, (features, good) in read.items()
+    }
+
+
+def _compared(name: str, what: str, right: Tensor, published: float | None, classes: int, card: Card) -> Check:
+    """An accuracy with its 95 % interval. Off: the published one is outside, or a guess is as good."""
+    right = right[~right.isnan()]
+    top1, count, advice = float(right.mean()), len(right), ""
+    low, high = (100 * edge for edge in wilson(top1 / 100, count))
+    text = f"{what}: top-1 {top1:.1f} ({low:.1f} to {high:.1f}) on {count:,} validation images"
+    if low <= 100 / classes:
+        advice = (
+            "no better than guessing. Either the validation labels have another order (finetune-mile check --data), or "
+            f"the weights were not loaded (finetune-mile weights check {card.name} --names)"
+        )
+    elif published is not None and high < published:
+        advice = (
+            f"the load report above, then input and padding (finetune-mile weights show {card.name}), then all "
+            "validation images (--images all)"
+        )
+    elif published is not None and low > published:
+        advice = "better than published: are training images among the validation images (finetune-mile check --data)?"
+    if published is not None:
+        text += f"; published {published:g}"
+    seen = {"top1": round(top1, 2), "low": round(low, 2), "high": round(high, 2), "images": count, "what": what}
+    return Check(name, "off" if advice else "ok", text, advice, seen)
+
+
+# ------------------------------------------------------------------------------------ a step, and its room
+
+
+def check_step(setup: Setup, pace: Pace) -> Iterator[Check]:
+    """The steps that were taken, on every process: time, loss, memory; then reading."""
+    recipe, world = setup.recipe, setup.accelerator.num_processes
+    if recipe.trunk == "frozen":
+        yield Check("step", "-", f"--trunk frozen: an image passes the network once, in {float(pace.forward[1]):.3f} s")
+        return
+    ranks: list[tuple[float, float, int]] = gather_object([(pace.loss, float(pace.step[1]), _memory(setup, used=True))])
+    same, finite = weight_spread(setup.network) <= SAME, all(math.isfinite(loss) for loss, _, _ in ranks)
+    step, parts = max(seconds for _, seconds, _ in ranks), world * int(recipe.accumulate)
+    shown = pace.shown * world
+    scaled = "" if shown == recipe.batch_size else f" (from steps with {shown:,} images)"
+    advice = "the processes have different weights after a step" if finite else "the accuracies, then a smaller --lr"
+    yield Check("step", "ok" if finite and same else "off", f"{world} process{'es' if world > 1 else ''}, "
+                f"{recipe.batch_size:,} images in {parts} part{'s'[: parts - 1]}: {step:.2f} s{scaled}, loss "
+                f"{pace.loss:.3f}", advice)  # fmt: skip
+    used, total = max(memory for _, _, memory in ranks), _memory(setup, used=False)
+    yield Check("memory", "ok" if used <= total else "off", f"a process has used {decimal(used)} of its "
+                f"{decimal(total)}", "--set accumulate=N: the batch stays the same")  # fmt: skip
+    if setup.viewer.workers:
+        yield from _check_loading(setup, pace, step)
+    else:
+        yield Check("loading", "-", "no loader processes: images are read between the steps")
+
+
+def _memory(setup: Setup, *, used: bool) -> int:
+    """Most bytes that this process has had on its device so far, or bytes of the device: of a CPU its share."""
+    device = setup.accelerator.device
+    if device.type == "cuda":
+        most, total = torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+        return int(most if used else total)
+    if used:
+        import resource  # not on Windows
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    share = local_processes(setup.accelerator.num_processes)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // share
+
+
+def _check_loading(setup: Setup, pace: Pace, step: float) -> Iterator[Check]:
+    """Are images read as fast as a step needs them, and do the batches that are read ahead fit into shared memory?"""
+    recipe, world, here = (
+        setup.recipe,
+        setup.accelerator.num_processes,
+        local_processes(setup.accelerator.num_processes),
+    )
+    workers, cores, one = setup.viewer.workers * here, usable_cores(), 1 / float(pace.reading[1] * setup.viewer.workers)
+    reading, needed = one * min(workers, cores), recipe.batch_size / step * here / world
+    text = f"{one:,.0f} images a second by one loader process, {reading:,.0f} by {workers} on {cores} cores; the steps "
+    yield Check("loading", "ok" if reading >= GOOD_ENOUGH * needed else "slow", f"{text}need {needed:,.0f}")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        images = PREFETCHED * workers * (recipe.batch_size // (world * int(recipe.accumulate)))
+        need, free = images * 3 * setup.viewer.preprocess.size**2, shutil.disk_usage(shared).free
+        text = f"batches that are read ahead take {decimal(need)}, {decimal(free)} are free in {shared}"
+        advice = f"start the container with --shm-size {math.ceil(1.5 * need / 1e9)}g, or use --set workers=N"
+        yield Check("shm", "ok" if need <= free else "off", text, advice)
+
+
+# ------------------------------------------------------------------------------------ the cost
+
+
+def check_cost(setup: Setup, price: Price, out: Path) -> Iterator[Check]:
+    """Steps, forward passes, disk, GPUs and time of the run."""
+    recipe, plan, work = setup.recipe, price.plan, price.work
+    imitation = sum(phase.steps for phase in plan.phases if phase.name == "imitation")
+    text = (
+        f"{plan.total_steps:,} of batch {recipe.batch_size} = {plan.total_steps / plan.steps_per_epoch:.1f} epochs of "
+        f"the labelled images: {plan.total_steps - imitation:,} interaction, {imitation:,} imitation; "
+        f"{plan.generations} generations in {len(plan.phases)} phases"
+    )
+    yield Check("steps", "-", text)
+    text = f"{work.teacher_images:,} images by the teacher, {work.evaluation_images:,} to evaluate"
+    yield Check("forwards", "-", text)
+    place = next(path for path in (out.resolve(), *out.resolve().parents) if path.exists())
+    needed, free = sum(price.disk.values()), shutil.disk_usage(place).free
+    parts = ", ".join(f"{name} {decimal(size)}" for name, size in price.disk.items())
+    text = (
+        f"{decimal(needed)} at most: {parts}; {decimal(price.left)} when it is finished (--keep-checkpoints keeps the "
+        f"checkpoints too); {decimal(free)} are free in {place}"
+    )
+    yield Check("disk", "ok" if needed <= free else "off", text, "more space, or another place for --out")
+    wanted = setup.requested.model_copy(update={"precision": "bf16"} if setup.requested.precision == "auto" else {})
+    need = need_of(wanted, plan.phases, setup.network, setup.teacher, setup.viewer.preprocess.size)
+    yield Check("GPUs", "-", gpu_words(wanted, need))
+    yield Check("time", "-", time_words(price.seconds) + ("" if price.here else "; reading images is not in it"))

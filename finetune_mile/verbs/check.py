@@ -1,0 +1,150 @@
+"""`finetune-mile check`: is my data sound, does my checkpoint fit, what will the run cost? Before it starts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune_mile.checkpoints.init import parse_init, parse_source
+from finetune_mile.config.flags import Parser, given_settings
+from finetune_mile.config.flags import parse as parse_run
+from finetune_mile.config.resolve import resolve_anywhere
+from finetune_mile.core.problems import Problem, tell
+from finetune_mile.images.index import Data
+from finetune_mile.images.sources import check_truth, load_data, split_name
+
+if TYPE_CHECKING:
+    from finetune_mile.training.checks import Check
+
+EPILOG = """examples:
+  finetune-mile check --data folder:photos --list found.csv        read every image: bad ones, copies, labels
+  finetune-mile check --data folder:photos --init moco.pth.tar     also the checkpoint, a few steps, time and disk
+  finetune-mile check --init moco.pth.tar --images 5000 --classes 12         photos that are elsewhere
+  finetune-mile check --init simclrv2-sk1 --fraction 0.01          ImageNet: IMAGENET_DIR; it may be elsewhere
+  accelerate launch -m finetune_mile.cli check --init mocov2 --fraction 0.1  a step on every GPU
+  finetune-mile check --table ssl                                  every cell of a table, and their sum
+
+Exit code: 0 fine, 1 a check failed, 2 the command or its input is wrong.
+"""
+MOST_IMAGES = 10**7
+IMAGES = 2000  # validation images of the accuracies
+ASIDE = ("resume", "explain", "json", "seeds", "minutes")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="finetune-mile check", allow_abbrev=False, epilog=EPILOG,
+        usage="finetune-mile check --data DATA [--init NAME] [flags of finetune-mile run] [flags below]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Check the data and, with --init or other flags of a run, everything that the run needs. Takes the "
+        "flags of the run (`finetune-mile run --help`).",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--list", type=Path, metavar="FILE", help="write bad images and all copies to this CSV file")
+    add("--workers", type=int, help="processes that read the data (default: the cores)")
+    add("--images", metavar="N", help="with --classes: images of data that is elsewhere; else validation images of the "
+        "accuracies, or all (default: 2000)")  # fmt: skip
+    add("--classes", type=int, metavar="N", help="classes of data that is elsewhere")
+    add("--bank", metavar="N", help="training images of k-NN, or all, as published (default: 20000 if nothing else can "
+        "be compared)")  # fmt: skip
+    add("--table", metavar="NAME", help="the price of a table below recipes/tables/, or of a file; takes --set")
+    add("--quick", action="store_true", help="with --table: its short form")
+    add("--runs", type=Path, metavar="DIR", help="with --table: where its run folders are")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """The command: 0 fine, 1 a check failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
+    options, rest = build_parser().parse_known_args(argv)
+    run = parse_run(rest)
+    settings, sets = given_settings(run), run.sets
+    images, bank = _count("--images", options.images), _count("--bank", options.bank)
+    if options.table is not None:
+        if settings or run.out:
+            raise Problem(f"{rest[0]}: not available with --table. Use --quick, --runs DIR or --set KEY=VALUE.")
+        plan = importlib.import_module("finetune_mile.paper.table_plan")
+        return int(plan.plan_table(options.table, options.runs, sets, quick=options.quick))
+    if options.quick or options.runs:
+        raise Problem("--quick and --runs belong to --table NAME")
+    for flag in ASIDE:
+        if getattr(run, flag):
+            raise Problem(f"--{flag}: not available here. Give the flags of a new run.")
+    if settings.keys() <= {"truth"} and not sets:
+        raise Problem("nothing to check: add --data folder:DIR and, to check a run, --init CHECKPOINT")
+    from finetune_mile.images.checks import check_replaceable, inspect  # not for --help
+
+    if options.list is not None:
+        check_replaceable(options.list, "--list")
+    look = partial(inspect, workers=options.workers, listed=options.list)
+    if options.classes is None and settings.keys() <= {"data", "truth"} and not sets:
+        return _check_data(settings["data"], settings.get("truth"), look)
+    if options.classes is not None and (options.images in (None, "all") or options.classes < 2):
+        raise Problem("--classes needs --images N beside it, and at least two classes")
+    counts = None if options.classes is None or images is None else (images, options.classes)
+    resolved, _ = resolve_anywhere(({} if counts is None else {"data": "folder:elsewhere"}) | settings, sets)
+    parse_init(resolved.recipe.init)
+    if resolved.recipe.teacher is not None:
+        parse_source(resolved.recipe.teacher, "--teacher")
+    from finetune_mile.training.checks import check_run
+    from finetune_mile.training.processes import Signals, Stopped, from_first
+
+    with Signals() as signals:
+        try:
+            checks = check_run(resolved, look, counts, images or IMAGES, bank, run.out or Path("runs"), signals)
+            return _sum_up(from_first([_say(check) for check in checks]))
+        except Stopped as stopped:
+            return 128 + stopped.signum
+
+
+def _check_data(text: str, truth: str | None, look: Callable[[Data], tuple[list[str], int]]) -> int:
+    """Read all images and print what is wrong with them; 2 where a run would stop, 1 where an image cannot be read."""
+    split_name(text)
+    if truth:
+        check_truth(truth)
+    data = load_data(text, need_labels=False, strict=False)
+    code = tell(Problem(*data.problems)) if data.problems else 0
+    if truth:
+        from finetune_mile.images.truth import with_truth
+
+        data = with_truth(data, truth)
+    lines, bad = look(data)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return code or (1 if bad else 0)
+
+
+def _count(flag: str, text: str | None) -> int | None:
+    """A number of images; `all` is more than there are."""
+    if text is None or text == "all":
+        return None if text is None else MOST_IMAGES
+    if not text.isdecimal() or not 1 <= int(text[:20]) <= MOST_IMAGES:
+        raise Problem(f"{flag} {text[:80]}: must be from 1 to {MOST_IMAGES:,}, or all")
+    return int(text)
+
+
+def _print(line: str) -> None:
+    """On the first process."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+def _say(check: Check) -> Check:
+    _print(f"{check.name:<9}{check.state:<6}{check.text}")
+    return check
+
+
+def _sum_up(done: list[Check]) -> int:
+    """What to do about checks that failed, and the verdict."""
+    off = [check for check in done if check.state == "off"]
+    for check in off:
+        _print(f"{check.name} is off. Check next: {check.advice}")
+    slow = ", but reading images will limit the speed" if any(check.state == "slow" for check in done) else ""
+    names = ", ".join(check.name for check in off)
+    _print(f'not ready: {names} (docs/imagenet.md, "A number is off")' if off else f"ready{slow}")
+    return 1 if off else 0
