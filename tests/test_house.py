@@ -36,10 +36,10 @@ ROADS = {
 }
 # `python -m tests.size`, without paper/; only to be lowered, or raised by what a commit lists. The aim: 14,300.
 STATEMENTS = {
-    "(top)": 354,
+    "(top)": 339,
     "checkpoints": 3572,
     "compute": 218,
-    "config": 654,
+    "config": 705,
     "core": 537,
     "images": 2554,
     "learning": 845,

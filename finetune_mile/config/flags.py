@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, get_args
 
@@ -12,7 +14,6 @@ from finetune_mile.config.schema import Variant
 from finetune_mile.core.problems import Problem, did_you_mean, nearest
 from finetune_mile.methods import METHODS
 
-NUMBERS = ("fraction", "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed", "size", "patience")
 SAME = {"--lr": "--learning-rate", "--size": "--image-size", "--patience": "--early-stopping"}  # other tools' names
 _WHOLE = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -75,6 +76,69 @@ AUTO: Final = "auto"  # of --resume
 RESUME = "continue a run; takes no other setting. auto: start, or continue, what is in --out"
 
 
+def number(text: str) -> int | float | str:
+    """The value of a flag that takes a number; what is none stays text, and the recipe refuses it."""
+    text = text.strip()
+    if _WHOLE.fullmatch(text) and not text.endswith("_") and "__" not in text:
+        return int(text)
+    return float(text) if len(text) <= 30 and _DECIMAL.fullmatch(text) else text
+
+
+def share(text: str) -> int | float | str:
+    """A number or a percentage."""
+    percent = number(text.removesuffix("%"))
+    return percent / 100 if text.endswith("%") and not isinstance(percent, str) else number(text)
+
+
+# How the values of flags are read; all others are text.
+TYPES: dict[str, Callable[[str], Any]] = {
+    "--fraction": share,
+    **dict.fromkeys(
+        ("--k-t", "--k-s", "--rho", "--steps", "--epochs", "--batch-size", "--lr", "--seed", "--size", "--patience"),
+        number,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What a run is asked for: the command line fills it, and so does Python."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, by flag or dotted key; and `recipe`
+    sets: Sequence[str] = ()  # KEY=VALUE
+    format: str | None = None  # the code that wrote the file of --init
+    out: Path | None = None
+    overwrite: bool = False
+    resume: Path | Literal["auto"] | None = None
+    keep_checkpoints: bool = False
+    refit: bool = False
+    seeds: int | None = None
+    minutes: float | None = None
+    explain: bool = False
+    json: bool = False
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings as a recipe has them: --format is a part of --init."""
+        own = {} if self.format is None else {"init": init_text(self.settings["init"], self.format)}
+        return {**self.settings, **own}
+
+    def check(self) -> None:
+        """Refuse a --format without its --init, and what does not go with --resume."""
+        check_format(self.settings.get("init"), self.format)
+        if self.resume == AUTO and (self.out is None or self.overwrite):
+            fix = "leave out --overwrite" if self.overwrite else "add --out DIR"
+            raise Problem(f"--resume auto starts or continues the run in --out: {fix}")
+        if self.resume in (None, AUTO):
+            return
+        others = sorted({*self.settings} | ({"set"} if self.sets else set()))
+        if others or self.out is not None or self.overwrite:
+            name = flag_of(others[0]) if others else "--out or --overwrite"
+            raise Problem(
+                f"--resume continues a run with its own settings and takes no other setting; leave out {name}"
+            )
+
+
 class Parser(argparse.ArgumentParser):
     """Raises `Problem` instead of printing usage and exiting. Every verb reads its words with it.
 
@@ -86,14 +150,6 @@ class Parser(argparse.ArgumentParser):
         options, rest = self.parse_known_args(args, namespace)
         if rest:
             raise Problem(*self.strangers(rest))
-        if hasattr(options, "init") and getattr(options, "format", None) is not None:
-            if options.init is None:
-                raise Problem(f"--format {options.format} describes the file of --init; give --init FILE too")
-            # a part of what is loaded, and kept with it
-            mark = f"::format={options.format}"
-            several = isinstance(options.init, list)
-            options.init = [text + mark for text in options.init] if several else options.init + mark
-            options.format = None
         return options
 
     def strangers(self, rest: list[str]) -> list[str]:
@@ -106,6 +162,32 @@ class Parser(argparse.ArgumentParser):
             f"{flag}: unknown flag" + (f"; did you mean {names[0]}?" if names else " (--help lists them)")
             for flag, names in near.items()
         ]
+
+    def fill(self, values: Mapping[str, Any]) -> Any:
+        """The options of a Python call: `values` by flag (None: not given), each read and checked as the flag is."""
+        actions = {action.dest: action for action in self._actions}
+        if unknown := [flag_of(key) for key in values if key not in actions]:
+            raise Problem(*self.strangers(unknown))
+        options = argparse.Namespace(**{name: action.default for name, action in actions.items()})
+        for key, value in values.items():
+            if value is not None:
+                setattr(options, key, self._read(actions[key], value))
+        return options
+
+    def _read(self, action: argparse.Action, value: Any) -> Any:
+        """One value, or a list of them, of a Python call."""
+        if isinstance(value, list):
+            return [self._read(action, each) for each in value]
+        if action.nargs == 0:  # a switch
+            return bool(value)
+        if not str(value).strip():
+            raise Problem(empty_value(flag_of(action.dest)))
+        try:
+            typed = self._get_value(action, str(value))
+        except argparse.ArgumentError as error:
+            self.error(str(error))
+        self._check_value(action, typed)
+        return typed
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -123,9 +205,11 @@ class Parser(argparse.ArgumentParser):
             if not word.strip():
                 before = words[number - 1] if number else ""
                 named = before.startswith("-") and "=" not in before
-                wrong.append(_empty(before) if named else f"argument {number + 1} is empty; write a value (see --help)")
+                wrong.append(
+                    empty_value(before) if named else f"argument {number + 1} is empty; write a value (see --help)"
+                )
             elif word.startswith("--") and equals and not value.strip():
-                wrong.append(_empty(flag))
+                wrong.append(empty_value(flag))
         if wrong:
             raise Problem(*wrong)
         return super().parse_known_args(words, namespace)
@@ -150,15 +234,18 @@ def build_parser(*, brief: bool = False) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False,
         description="Fine-tune a self-supervised checkpoint with MILe, or train from scratch, on one Accelerate loop.",
     )  # fmt: skip
-    parser.add_argument("-h", "--help", action=Help, nargs=0, help="show this help and exit")
-    parser.add_argument("--help-all", action=Help, nargs=0, help="show all flags and exit")
+    silent = argparse.SUPPRESS
+    parser.add_argument("-h", "--help", action=Help, nargs=0, default=silent, help="show this help and exit")
+    parser.add_argument("--help-all", action=Help, nargs=0, default=silent, help="show all flags and exit")
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for words, text in flags.items():
             flag, _, metavar = words.partition(" ")
             names = (flag, SAME[flag]) if flag in SAME else (flag,)
             hidden = brief and flag in RARE
-            group.add_argument(*names, metavar=metavar or None, help=argparse.SUPPRESS if hidden else text)
+            group.add_argument(
+                *names, type=TYPES.get(flag, str), metavar=metavar or None, help=silent if hidden else text
+            )
     group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                        help="any other setting, such as optimizer.momentum=0.8")  # fmt: skip
     group.add_argument("--seeds", type=int, metavar="N", help="run this many seeds and print mean and spread")
@@ -169,15 +256,34 @@ def build_parser(*, brief: bool = False) -> Parser:
     where.add_argument("--out", type=Path, help="run folder (default: runs/<recipe>-<number>)")
     where.add_argument("--overwrite", action="store_true", help="replace a run that is in --out")
     where.add_argument("--keep-checkpoints", action="store_true",
-                       help=argparse.SUPPRESS if brief else "keep checkpoints/ of a finished run")  # fmt: skip
+                       help=silent if brief else "keep checkpoints/ of a finished run")  # fmt: skip
     where.add_argument("--resume", type=resumed, metavar="DIR|auto", help=RESUME)
     where.add_argument("--explain", action="store_true", help="print what would be done, and stop")
     where.add_argument("--json", action="store_true", help="with --explain: settings and who set them, as JSON")
     return parser
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str]) -> RunOptions:
     return read_flags(build_parser(), argv, SETTINGS)
+
+
+def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> RunOptions:
+    """Read the flags of a run.
+
+    Args:
+        parser: of flags whose names are fields of `RunOptions`, and of settings.
+        argv: the words.
+        settings: flags that are keys of the recipe.
+    """
+    given: dict[str, Any] = vars(parser.parse_args(argv))
+    chosen = {key: given.pop(key) for key in settings}
+    options = RunOptions(settings={key: value for key, value in chosen.items() if value is not None}, **given)
+    options.check()
+    return options
+
+
+def flag_of(key: str) -> str:
+    return "--" + key.replace("_", "-")
 
 
 def resumed(text: str) -> Path | Literal["auto"]:
@@ -185,47 +291,16 @@ def resumed(text: str) -> Path | Literal["auto"]:
     return AUTO if text == AUTO else Path(text)
 
 
-def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> argparse.Namespace:
-    """Read flags, and refuse other settings beside --resume DIR.
-
-    Args:
-        parser: with --resume, --out, --overwrite and --set among its flags.
-        argv: the words.
-        settings: flags that are keys of the recipe, which --resume goes without.
-    """
-    options: argparse.Namespace = parser.parse_args(argv)
-    if options.resume == AUTO:
-        if options.out is None or options.overwrite:
-            raise Problem(
-                "--resume auto starts or continues the run in --out: "
-                + ("leave out --overwrite" if options.overwrite else "add --out DIR")
-            )
-    elif options.resume is not None:
-        others = sorted(set(given_settings(options, settings)) | ({"set"} if options.sets else set()))
-        if others or options.out is not None or options.overwrite:
-            name = "--" + (others[0].replace("_", "-") if others else "out or --overwrite")
-            raise Problem(
-                f"--resume continues a run with its own settings and takes no other setting; leave out {name}"
-            )
-    return options
+def init_text(init: str, format: str | None) -> str:
+    """--init with its --format, as a recipe keeps the two."""
+    return init if format is None else f"{init}::format={format}"
 
 
-def given_settings(options: argparse.Namespace, settings: tuple[str, ...] = SETTINGS) -> dict[str, Any]:
-    """The settings that were given, by recipe key; what is not a number stays text, and the recipe refuses it."""
-    texts = {key: getattr(options, key) for key in settings if getattr(options, key) is not None}
-    numbers = {key: _number(text) if key in NUMBERS else text for key, text in texts.items()}
-    percent = _number(str(texts.get("fraction", "")).removesuffix("%"))
-    if str(texts.get("fraction")).endswith("%") and not isinstance(percent, str):
-        numbers["fraction"] = percent / 100
-    return numbers
+def check_format(init: str | None, format: str | None) -> None:
+    if format is not None and init is None:
+        raise Problem(f"--format {format} describes the file of --init; give --init FILE too")
 
 
-def _number(text: str) -> int | float | str:
-    text = text.strip()
-    if _WHOLE.fullmatch(text) and not text.endswith("_") and "__" not in text:
-        return int(text)
-    return float(text) if len(text) <= 30 and _DECIMAL.fullmatch(text) else text
-
-
-def _empty(flag: str) -> str:
+def empty_value(flag: str) -> str:
+    """The sentence about a flag without a value."""
     return f"{flag}: the value is empty; write {flag} VALUE, or leave out the flag"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from finetune_mile.checkpoints.cards import Missing
 from finetune_mile.checkpoints.init import family_of, parse_init
+from finetune_mile.config.flags import SETTINGS, flag_of
 from finetune_mile.config.schema import VARIANTS, FullRecipe, Recipe
 from finetune_mile.core.files import RefusedYaml, load_yaml, load_yaml_file, shipped
 from finetune_mile.core.problems import Problem, did_you_mean
@@ -47,15 +48,15 @@ class Resolved:
     sources: Mapping[str, str]
 
 
-def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
+def resolve(flags: Mapping[str, Any], sets: Sequence[str]) -> Resolved:
     """Flags over recipe over variant, checked; every problem is raised in one go.
 
     Args:
-        flags: what was given on the command line, by key (`k_t`, `batch_size`, ...); None = not given.
+        flags: what was given, by flag (`k_t`, `batch_size`, ...) or dotted key (`optimizer.momentum`).
         sets: `--set KEY=VALUE` arguments, keys dotted (`optimizer.momentum=0.8`).
     """
     path, why = choose_recipe(flags)
-    given = {key: value for key, value in flags.items() if value is not None and key != "recipe"}
+    given = {key: value for key, value in flags.items() if key != "recipe"}
     if path == shipped("recipes") / "finetune.yaml":
         given.setdefault("data", "imagenet")
     resolved = check(read_yaml(path), given, sets, path, why)
@@ -66,7 +67,7 @@ def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
     return replace(resolved, recipe=recipe, said_by={**resolved.said_by, "data": speaker})
 
 
-def resolve_anywhere(flags: Mapping[str, Any], sets: list[str]) -> tuple[Resolved, bool]:
+def resolve_anywhere(flags: Mapping[str, Any], sets: Sequence[str]) -> tuple[Resolved, bool]:
     """A recipe, also where it needs ImageNet and this machine has none; False: it has none."""
     try:
         return resolve(flags, sets), True
@@ -137,7 +138,7 @@ def find_imagenet() -> tuple[str, str]:
     )
 
 
-def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path: Path, why: str) -> Resolved:
+def check(tree: dict[str, Any], given: Mapping[str, Any], sets: Sequence[str], path: Path, why: str) -> Resolved:
     """Put flags over the files' layers and validate once.
 
     Args:
@@ -318,7 +319,7 @@ def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[s
     keys = FLAG_PATHS | (dict(get_method(method).flags) if method in METHODS else {})
     over: dict[str, tuple[Any, str]] = {}
     for key, value in given.items():
-        flag = "--" + key.replace("_", "-")
+        flag = flag_of(key) if key in SETTINGS else f"--set {key}"
         if key in METHOD_FLAGS and method in METHODS and key not in get_method(method).flags:
             owners = " or ".join(name for name in METHODS if key in get_method(name).flags)
             wrong.append(f"{flag} belongs to --method {owners}, and the method is {method}")
@@ -327,7 +328,7 @@ def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[s
     return over
 
 
-def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]]:
+def set_settings(sets: Sequence[str], wrong: list[str]) -> dict[str, tuple[Any, str]]:
     """`--set KEY=VALUE` arguments as (value, speaker) by dotted key; what cannot be read goes into `wrong`."""
     over: dict[str, tuple[Any, str]] = {}
     for pair in sets:

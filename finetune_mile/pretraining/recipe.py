@@ -5,7 +5,7 @@ As in `config/schema.py`, nothing that changes a number has a hidden default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -191,7 +191,7 @@ class ResolvedPretrain:
     said_by: Mapping[str, str]
 
 
-def resolve(flags: Mapping[str, Any], sets: list[str]) -> ResolvedPretrain:
+def resolve(flags: Mapping[str, Any], sets: Sequence[str]) -> ResolvedPretrain:
     """Flags over recipe, checked; every problem is raised in one go.
 
     Args:
@@ -207,7 +207,9 @@ def resolve(flags: Mapping[str, Any], sets: list[str]) -> ResolvedPretrain:
     return check(read_yaml(path), {k: v for k, v in flags.items() if k != "recipe"}, sets, path, why)
 
 
-def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path: Path, why: str) -> ResolvedPretrain:
+def check(
+    tree: dict[str, Any], given: Mapping[str, Any], sets: Sequence[str], path: Path, why: str
+) -> ResolvedPretrain:
     """Put the layers on top of each other and validate once."""
     wrong: list[str] = []
     flags = {FLAG_PATHS.get(key, key): (value, "--" + key.replace("_", "-")) for key, value in given.items()}

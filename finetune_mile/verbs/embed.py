@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from finetune_mile.checkpoints.cards import fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init
-from finetune_mile.config.flags import FORMAT, Parser
+from finetune_mile.config.flags import FORMAT, Parser, init_text
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
 from finetune_mile.images.index import BadImages, Data, say_skipped
@@ -92,8 +92,11 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, Init]:
     """The flags, and the checkpoint of --init."""
-    options: argparse.Namespace = build_parser().parse_args(argv)
-    (init,) = check_flags(options, [options.init])
+    return check(build_parser().parse_args(argv))
+
+
+def check(options: argparse.Namespace) -> tuple[argparse.Namespace, Init]:
+    (init,) = check_flags(options, [init_text(options.init, options.format)])
     return options, init
 
 

@@ -110,9 +110,13 @@ def _number(low: int, high: int, kind: str, text: str) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags and refuse, all at once, what cannot work; no torch yet."""
     parser = build_parser()
-    options: argparse.Namespace
     options, rest = parser.parse_known_args(argv)
-    problems = parser.strangers(rest)
+    return check(options, *parser.strangers(rest))
+
+
+def check(options: argparse.Namespace, *unknown: str) -> argparse.Namespace:
+    """Refuse, all at once, what cannot work, after sentences about `unknown` flags."""
+    problems = [*unknown]
     if (options.model is None) == (options.logits is None):
         problems.append("give either --model (run:DIR, timm:NAME, hf:NAME, a file) or --logits FILE")
     for check in (_check_sources, _check_data, _check_out):

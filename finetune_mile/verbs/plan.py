@@ -7,7 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from finetune_mile.config.flags import Parser, given_settings, parse
+from finetune_mile.config.flags import Parser, parse
 from finetune_mile.config.resolve import resolve_anywhere
 from finetune_mile.core.problems import Problem
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         return code
     if options.quick or options.runs:
         raise Problem("--quick and --runs belong to --table NAME")
-    resolved, _ = resolve_anywhere(given_settings(parse(rest)), options.sets)
+    resolved, _ = resolve_anywhere(parse(rest).given, options.sets)
     from finetune_mile.training.pricing import describe, estimate
     from finetune_mile.training.processes import use_threads
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from finetune_mile.checkpoints.cards import Card, fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init, parse_source
-from finetune_mile.config.flags import Parser, given_settings
+from finetune_mile.config.flags import Parser
 from finetune_mile.config.flags import parse as parse_run
 from finetune_mile.config.resolve import resolve
 from finetune_mile.core.cores import local_processes, usable_cores
@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     for flag in ("resume", "explain", "json", "seeds"):
         if getattr(run, flag):
             raise Problem(f"--{flag}: not available here. Give the flags of a new run.")
-    recipe = resolve(given_settings(run), run.sets).recipe
+    recipe = resolve(run.given, run.sets).recipe
     if recipe.trunk == "frozen":
         raise Problem("--trunk frozen: preflight takes steps on images; leave it out")
     init = parse_init(recipe.init)

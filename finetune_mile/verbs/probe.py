@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.checkpoints.init import Init
-from finetune_mile.config.flags import Parser
+from finetune_mile.config.flags import Parser, init_text
 from finetune_mile.core.files import write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import load_data
@@ -54,7 +54,11 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Init]]:
     """The flags, and the checkpoints of --init."""
-    options: argparse.Namespace = build_parser().parse_args(argv)
+    return check(build_parser().parse_args(argv))
+
+
+def check(options: argparse.Namespace) -> tuple[argparse.Namespace, list[Init]]:
+    """Refuse what cannot work; the checkpoints of --init."""
     problems = [
         f"--{name} {getattr(options, name)}: must be from 1 to {high:,}"
         for name, high in (("seeds", MOST_SEEDS), ("k", MOST_NEIGHBOURS))
@@ -72,7 +76,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Init]]:
             problems.append(f"{flag} {path}: {'is a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
     if problems:
         raise Problem(*problems)
-    return options, check_flags(options, options.init)
+    return options, check_flags(options, [init_text(text, options.format) for text in options.init])
 
 
 def compute(

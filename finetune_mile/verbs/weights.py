@@ -26,7 +26,7 @@ from finetune_mile.checkpoints.cards import (
     spdx,
 )
 from finetune_mile.checkpoints.init import parse_init
-from finetune_mile.config.flags import Parser
+from finetune_mile.config.flags import Parser, init_text
 from finetune_mile.core.download import digest
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem
@@ -48,6 +48,8 @@ EXAMPLES = {
 def main(argv: list[str]) -> int:
     """Run one verb; 0 fine, 1 the check failed, 2 the command or its input was wrong."""
     args = _parser().parse_args(argv)
+    if "format" in args:
+        args.init = init_text(args.init, args.format)
     code: int = args.run(args)
     return code
 
