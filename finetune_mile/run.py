@@ -18,7 +18,7 @@ from finetune_mile.checkpoints.init import Init, parse_init, parse_source
 from finetune_mile.config.flags import RunOptions, parse
 from finetune_mile.config.resolve import Resolved, check, resolve
 from finetune_mile.core.problems import Problem, tell
-from finetune_mile.images.sources import check_split, check_truth, said_as, split_name
+from finetune_mile.images.sources import check_split, check_truth, split_name
 from finetune_mile.training import folder as folders
 from finetune_mile.training.folder import choose_folder, is_finished, next_folder, resumed_recipe, say_finished
 from finetune_mile.training.minutes import run_minutes
@@ -107,8 +107,7 @@ def prepare(options: RunOptions) -> tuple[RunOptions, Resolved, Path, Init, Init
     if recipe.track != "none" and importlib.util.find_spec(recipe.track) is None:
         raise Problem(f"--track {recipe.track}: the package is missing; pip install {recipe.track}")
     if recipe.unlabelled is not None:
-        with said_as("--unlabelled"):
-            split_name(recipe.unlabelled)
+        split_name(recipe.unlabelled, "--unlabelled")
     if recipe.split is not None:
         check_split(recipe.split)
     if recipe.truth is not None:

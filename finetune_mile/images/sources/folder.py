@@ -20,7 +20,7 @@ VAL_NAMES = ("val", "validation", "valid", "test")
 UNLABELLED = ("unlabelled", "unlabeled")
 
 
-def load(where: str) -> Data:
+def load(where: str, flag: str) -> Data:
     """Read the tree at `where`; its classes are named by their path below it, in sorted order.
 
     Args:
@@ -28,11 +28,12 @@ def load(where: str) -> Data:
             `DIR?val=test` evaluates on that folder beside train/ (else val/, or test/ where there is no val/). A test/
             of class folders that is not evaluated on is the data's `test`.
             `DIR?labels=none` takes all images without a label, whatever folder they are in.
+        flag: with its text, for messages.
     """
-    place, options = read_options("folder", where, ("depth", "val", "labels"))
+    place, options = read_options(where, ("depth", "val", "labels"), flag)
     if options.get("labels", "none") != "none":
-        raise Problem(f"--data folder:{where}: labels={options['labels']} must be none, or left out")
-    root, flag, depth = Path(place), f"--data folder:{where}", options.get("depth")
+        raise Problem(f"{flag}: labels={options['labels']} must be none, or left out")
+    root, depth = Path(place), options.get("depth")
     if depth is not None and (not depth.isdecimal() or int(depth[:9]) < 1):
         raise Problem(f"{flag}: depth={depth} must be a number of folders, such as depth=1")
     labelled, folders, extra, problems = "labels" not in options, [root], None, []

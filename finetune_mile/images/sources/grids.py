@@ -35,14 +35,16 @@ class Layout:
         return self.rows**2 // 2 if self.rows % 2 else 0
 
 
-def load(where: str) -> Data:
+def load(where: str, flag: str = "--data demo") -> Data:
     """The demo: grids of 24x24 pixels, one given label each, the true label set known.
 
     Training and validation grids are made of different digits. The grids do not depend on a run's seed.
 
     Args:
         where: how many training grids (`demo:400`); empty for the whole demo.
+        flag: not used; a demo has no options.
     """
+    del flag
     from sklearn.datasets import load_digits
 
     count = int(where) if where.isdigit() else DEMO_GRIDS
@@ -135,12 +137,10 @@ class GridOptions:
 
 
 def read_grid_options(
-    scheme: str, where: str, *, cell: int, train: int, val: int, others: tuple[str, ...] = ()
+    where: str, flag: str, *, cell: int, train: int, val: int, others: tuple[str, ...] = ()
 ) -> GridOptions:
     """`DIR?rows=2&share=0.55&train=20000`; the defaults are the paper's 3x3 grid, and the sizes given here."""
-    place, options = read_options(
-        scheme, where, ("rows", "share", "single", "cell", "train", "val", "draw", *others)
-    )  # fmt: skip
+    place, options = read_options(where, ("rows", "share", "single", "cell", "train", "val", "draw", *others), flag)
 
     def number(key: str, default: float, low: float, high: float, kind: type[int] | type[float] = int) -> float:
         text = options.get(key)
@@ -150,7 +150,7 @@ def read_grid_options(
             value = float("nan")
         if not low <= value <= high:
             noun = "whole number" if kind is int else "number"
-            raise Problem(f"--data {scheme}:{where}: {key}={text} must be a {noun} from {low:g} to {high:g}")
+            raise Problem(f"{flag}: {key}={text} must be a {noun} from {low:g} to {high:g}")
         return value
 
     return GridOptions(
