@@ -151,10 +151,10 @@ def test_f12_an_empty_value_of_set_is_refused(recipes, capsys, verb, text):
 
 
 def test_f12_null_stays_a_value_of_set():
-    from finetune_mile.config.resolve import set_settings
+    from finetune_mile.config.resolve import Setting, Speaker, set_settings
 
     wrong = []
-    assert set_settings(["arch=null"], wrong) == {"arch": (None, "--set arch")}
+    assert set_settings(["arch=null"], wrong) == {"arch": Setting(None, Speaker("--set arch"))}
     assert not wrong
 
 

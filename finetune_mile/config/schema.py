@@ -299,6 +299,12 @@ class Recipe(Section):
 _BLOCKS: dict[str, Any] = {
     method.block: (method.Block | None, None) for method in map(get_method, METHODS) if method.Block is not None
 }
+# Method: its block, where that has a default for each setting.
+BLOCKS_WITH_DEFAULTS = {
+    method.name: method.block
+    for method in map(get_method, METHODS)
+    if method.Block is not None and not any(field.is_required() for field in method.Block.model_fields.values())
+}
 FullRecipe: type[Recipe] = create_model("Recipe", __base__=Recipe, __doc__=Recipe.__doc__, **_BLOCKS)
 
 

@@ -6,13 +6,24 @@ As in `config/schema.py`, nothing that changes a number has a hidden default.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
 
-from finetune_mile.config.resolve import FLAG_PATHS, Merged, find_recipe, put_flags, read_yaml, set_settings, validated
+from finetune_mile.config.flags import flag_of
+from finetune_mile.config.resolve import (
+    FLAG_PATHS,
+    ResolvedAs,
+    Setting,
+    Speaker,
+    find_recipe,
+    put,
+    read_yaml,
+    said,
+    set_settings,
+    validated,
+)
 from finetune_mile.config.schema import tell_all
 from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, NO, Amount, Positive, Section, Seed
 
@@ -181,14 +192,7 @@ class Pretrain(Section):
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedPretrain:
-    """A checked recipe, the file it came from, and for each setting who said it."""
-
-    recipe: Pretrain
-    path: Path
-    why: str
-    said_by: Mapping[str, str]
+ResolvedPretrain: TypeAlias = ResolvedAs[Pretrain]
 
 
 def resolve(flags: Mapping[str, Any], sets: Sequence[str]) -> ResolvedPretrain:
@@ -212,9 +216,9 @@ def check(
 ) -> ResolvedPretrain:
     """Put the layers on top of each other and validate once."""
     wrong: list[str] = []
-    flags = {FLAG_PATHS.get(key, key): (value, "--" + key.replace("_", "-")) for key, value in given.items()}
-    merged = Merged()
-    merged.add(tree, {}, "recipe", f"recipe {path.name}: ")
-    put_flags(merged, flags | set_settings(sets, wrong))
-    recipe = validated(Pretrain, merged, path, wrong)
-    return ResolvedPretrain(recipe=recipe, path=path, why=why, said_by=merged.said_by)
+    flags = {FLAG_PATHS.get(key, key): Setting(value, Speaker(flag_of(key))) for key, value in given.items()}
+    settings = said(tree, Speaker("recipe", f"recipe {path.name}: "))
+    for dotted, (value, speaker) in (flags | set_settings(sets, wrong)).items():
+        put(settings, dotted, said(value, speaker))
+    recipe = validated(Pretrain, settings, path, wrong)
+    return ResolvedAs(recipe=recipe, path=path, why=why, settings=settings)
