@@ -105,16 +105,23 @@ def split_name(data: str, flag: str = "--data") -> tuple[str, str]:
 
 
 def _check_place(flag: str, scheme: str, place: str) -> None:
-    if scheme == "demo" and place and not (place.isdecimal() and 0 < int(place[:9]) <= MOST_GRIDS):
-        raise Problem(f"{flag[:87]}: write demo, or demo:400 for 400 training grids (at most {MOST_GRIDS:,})")
-    if scheme in OF_MNIST and "download=yes" not in flag:
-        importlib.import_module("finetune_mile.paper.idx").find_mnist(scheme, place, flag)
-    if scheme == "csv" and not Path(place).is_file():
-        raise Problem(f"{flag}: there is no file {place!r}")
-    if scheme == "hf" and not place:
+    there = True
+    if scheme in DIRECTORIES:
+        there = Path(place).is_dir()
+    elif scheme == "demo":
+        if place and not (place.isdecimal() and 0 < int(place[:9]) <= MOST_GRIDS):
+            raise Problem(f"{flag[:87]}: write demo, or demo:400 for 400 training grids (at most {MOST_GRIDS:,})")
+    elif scheme in OF_MNIST:
+        if "download=yes" not in flag:
+            importlib.import_module("finetune_mile.paper.idx").find_mnist(scheme, place, flag)
+    elif scheme == "csv":
+        if not Path(place).is_file():
+            raise Problem(f"{flag}: there is no file {place!r}")
+    elif not place:
         raise Problem(f"{flag} needs a dataset name or a directory: hf:NAME or hf:DIR")
-    local = scheme == "hf" and (place.startswith((".", "/", "~")) or place.count("/") > 1)
-    if (scheme in DIRECTORIES and not Path(place).is_dir()) or (local and not Path(place).expanduser().exists()):
+    elif place.startswith((".", "/", "~")) or place.count("/") > 1:
+        there = Path(place).expanduser().exists()
+    if not there:
         hint = f"; for a list of images write csv:{place}" if place.endswith(".csv") and Path(place).is_file() else ""
         raise Problem(f"{flag}: there is no directory {place!r}{hint}")
 
