@@ -14,11 +14,14 @@ from finetune_mile.config.schema import Variant
 from finetune_mile.core.problems import Problem, did_you_mean, nearest
 from finetune_mile.methods import METHODS
 
-SAME = {"--lr": "--learning-rate", "--size": "--image-size", "--patience": "--early-stopping"}  # other tools' names
+# Other tools' names of a flag.
+SAME = {"--lr": ("--learning-rate",), "--size": ("--image-size",), "--patience": ("--early-stopping",)}
 _WHOLE = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 FORMAT = "the code that wrote the file, where it does not show it: solo-learn, byol-convert, ..."  # help of --format
-# Settings of the recipe, by group: the flag with a word for its value, and its help.
+AUTO: Final = "auto"  # of --resume
+RESUME = "continue a run; takes no other setting. auto: start, or continue, what is in --out"
+# All flags, most of them settings of the recipe, by group: the flag with a word for its value, and its help.
 FLAGS = {
     "what to train": {
         "--recipe FILE": "a recipe file, or its name below recipes/",
@@ -53,17 +56,31 @@ FLAGS = {
         "--patience N": "stop after N evaluations in a row without a better validation score, keep the best weights",
         "--seed": "of split, order, augmentation and head",
         "--track": "none | tensorboard | wandb | trackio (offline, unless its own settings say otherwise)",
+        "--set KEY=VALUE": "any other setting, such as optimizer.momentum=0.8",
+        "--seeds N": "run this many seeds and print mean and spread",
+        "--minutes N": "the best model of this time (docs/own-photos.md)",
+        "--refit": "at the end train on all labels, also the validation ones",
+    },
+    "where": {
+        "--out": "run folder (default: runs/<recipe>-<number>)",
+        "--overwrite": "replace a run that is in --out",
+        "--keep-checkpoints": "keep checkpoints/ of a finished run",
+        "--resume DIR|auto": RESUME,
+        "--explain": "print what would be done, and stop",
+        "--json": "with --explain: settings and who set them, as JSON",
     },
 }
+SWITCHES = ("--refit", "--overwrite", "--keep-checkpoints", "--explain", "--json")  # flags without a value
+NO_SETTINGS = ("--format", "--set", "--seeds", "--minutes", "--out", "--resume", *SWITCHES)  # they say how to run
 RARE = (  # not in the brief help
     "--split", "--truth", "--variant", "--arch", "--format", "--teacher", "--keep-head", "--k-t", "--k-s", "--rho",
-    "--head-init", "--keep", "--flip", "--epochs", "--patience",
+    "--head-init", "--keep", "--flip", "--epochs", "--patience", "--keep-checkpoints",
 )  # fmt: skip
 SETTINGS = tuple(
     flag.split()[0].removeprefix("--").replace("-", "_")
     for group in FLAGS.values()
     for flag in group
-    if flag != "--format"  # a part of --init
+    if flag.split()[0] not in NO_SETTINGS
 )
 
 EPILOG = """examples:
@@ -72,8 +89,6 @@ EPILOG = """examples:
   finetune-mile run --resume runs/demo-1                               continue a run that was stopped
   accelerate launch -m finetune_mile.run --init simclrv2-sk1 --fraction 0.01    several GPUs
 """
-AUTO: Final = "auto"  # of --resume
-RESUME = "continue a run; takes no other setting. auto: start, or continue, what is in --out"
 
 
 def number(text: str) -> int | float | str:
@@ -90,14 +105,19 @@ def share(text: str) -> int | float | str:
     return percent / 100 if text.endswith("%") and not isinstance(percent, str) else number(text)
 
 
+def resumed(text: str) -> Path | Literal["auto"]:
+    """The value of --resume; a folder of the name auto is ./auto."""
+    return AUTO if text == AUTO else Path(text)
+
+
 # How the values of flags are read; all others are text.
 TYPES: dict[str, Callable[[str], Any]] = {
-    "--fraction": share,
+    "--fraction": share, "--seeds": int, "--minutes": float, "--out": Path, "--resume": resumed,
     **dict.fromkeys(
         ("--k-t", "--k-s", "--rho", "--steps", "--epochs", "--batch-size", "--lr", "--seed", "--size", "--patience"),
         number,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,11 +203,9 @@ class Parser(argparse.ArgumentParser):
         if not str(value).strip():
             raise Problem(empty_value(flag_of(action.dest)))
         try:
-            typed = self._get_value(action, str(value))
+            return self._get_values(action, [str(value)])
         except argparse.ArgumentError as error:
             self.error(str(error))
-        self._check_value(action, typed)
-        return typed
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -241,25 +259,14 @@ def build_parser(*, brief: bool = False) -> Parser:
         group = parser.add_argument_group(title)
         for words, text in flags.items():
             flag, _, metavar = words.partition(" ")
-            names = (flag, SAME[flag]) if flag in SAME else (flag,)
-            hidden = brief and flag in RARE
-            group.add_argument(
-                *names, type=TYPES.get(flag, str), metavar=metavar or None, help=silent if hidden else text
-            )
-    group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
-                       help="any other setting, such as optimizer.momentum=0.8")  # fmt: skip
-    group.add_argument("--seeds", type=int, metavar="N", help="run this many seeds and print mean and spread")
-    group.add_argument("--minutes", type=float, metavar="N", help="the best model of this time (docs/own-photos.md)")
-    group.add_argument("--refit", action="store_true",
-                       help="at the end train on all labels, also the validation ones")  # fmt: skip
-    where = parser.add_argument_group("where")
-    where.add_argument("--out", type=Path, help="run folder (default: runs/<recipe>-<number>)")
-    where.add_argument("--overwrite", action="store_true", help="replace a run that is in --out")
-    where.add_argument("--keep-checkpoints", action="store_true",
-                       help=silent if brief else "keep checkpoints/ of a finished run")  # fmt: skip
-    where.add_argument("--resume", type=resumed, metavar="DIR|auto", help=RESUME)
-    where.add_argument("--explain", action="store_true", help="print what would be done, and stop")
-    where.add_argument("--json", action="store_true", help="with --explain: settings and who set them, as JSON")
+            shown = silent if brief and flag in RARE else text
+            if flag in SWITCHES:
+                group.add_argument(flag, action="store_true", help=shown)
+            elif flag == "--set":
+                group.add_argument(flag, action="append", default=[], metavar=metavar, dest="sets", help=shown)
+            else:
+                kind = TYPES.get(flag, str)
+                group.add_argument(flag, *SAME.get(flag, ()), type=kind, metavar=metavar or None, help=shown)
     return parser
 
 
@@ -284,11 +291,6 @@ def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> Ru
 
 def flag_of(key: str) -> str:
     return "--" + key.replace("_", "-")
-
-
-def resumed(text: str) -> Path | Literal["auto"]:
-    """The value of --resume; a folder of the name auto is ./auto."""
-    return AUTO if text == AUTO else Path(text)
 
 
 def init_text(init: str, format: str | None) -> str:
