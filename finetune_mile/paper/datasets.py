@@ -7,6 +7,8 @@ not on a run's seed.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +21,8 @@ from finetune_mile.core.types import Preprocess
 from finetune_mile.images.index import Data, ImageSet
 from finetune_mile.images.order import permutation, uniforms
 from finetune_mile.images.pipeline import centre_view
-from finetune_mile.images.sources import check_choices, folder, read_options
-from finetune_mile.images.sources.grids import make_grids, read_grid_options, shrunk
+from finetune_mile.images.sources import folder, read_options
+from finetune_mile.images.sources.grids import CENTRE, Layout, make_grids
 from finetune_mile.paper.idx import find_mnist, read_mnist
 
 if TYPE_CHECKING:
@@ -31,6 +33,67 @@ if TYPE_CHECKING:
 
 HALVES = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
 MARGIN = 4  # columns on either side of a digit that hold next to nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridOptions:
+    """The options that sources of grids share, read from the name of the data."""
+
+    place: str
+    layout: Layout
+    cell: int  # pixels of a cell's side
+    train: int  # grids
+    val: int
+    draw: int  # another number: other grids
+    others: dict[str, str]
+
+
+def read_grid_options(
+    where: str, flag: str, *, cell: int, train: int, val: int, others: tuple[str, ...] = ()
+) -> GridOptions:
+    """`DIR?rows=2&share=0.55&train=20000`; the defaults are the paper's 3x3 grid, and the sizes given here."""
+    place, options = read_options(where, ("rows", "share", "single", "cell", "train", "val", "draw", *others), flag)
+
+    def number(key: str, default: float, low: float, high: float, kind: type[int] | type[float] = int) -> float:
+        text = options.get(key)
+        try:
+            value = default if text is None else kind(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            noun = "whole number" if kind is int else "number"
+            raise Problem(f"{flag}: {key}={text} must be a {noun} from {low:g} to {high:g}")
+        return value
+
+    return GridOptions(
+        place=place,
+        layout=Layout(
+            rows=int(number("rows", 3, 1, 10)),
+            share=number("share", CENTRE, 0, 1, float),
+            single=number("single", 0, 0, 1, float),
+        ),
+        cell=int(number("cell", cell, 4, 512)),
+        train=int(number("train", train, 1, 10_000_000)),
+        val=int(number("val", val, 1, 10_000_000)),
+        draw=int(number("draw", 0, 0, 1_000_000)),
+        others={key: options[key] for key in others if key in options},
+    )
+
+
+def shrunk(pictures: Tensor, side: int, width: int | None = None) -> Tensor:
+    """Pictures (N, H, W) uint8 averaged down to (N, side, width), a square where there is no width."""
+    size = (side, width or side)
+    if pictures.shape[-2:] == size:
+        return pictures
+    small = torch.nn.functional.adaptive_avg_pool2d(pictures.unsqueeze(1).float(), size).squeeze(1)
+    return small.round().to(torch.uint8)
+
+
+def check_choices(options: Mapping[str, str], allowed: Mapping[str, Iterable[str]], flag: str) -> None:
+    """Refuse an option whose value is not one of its few allowed words."""
+    for key, words in allowed.items():
+        if key in options and options[key] not in words:
+            raise Problem(f"{flag}: {key}={options[key]} must be one of {', '.join(words)}")
 
 
 @functools.lru_cache(maxsize=2)

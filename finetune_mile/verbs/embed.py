@@ -86,16 +86,12 @@ def check_flags(options: argparse.Namespace, texts: list[str]) -> list[Init]:
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options, init = parse(argv)
+    options, init = check(build_parser().parse_args(argv))
     return stoppable(lambda accelerator, signals: _embed(options, init, accelerator, signals))
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, Init]:
-    """The flags, and the checkpoint of --init."""
-    return check(build_parser().parse_args(argv))
-
-
 def check(options: argparse.Namespace) -> tuple[argparse.Namespace, Init]:
+    """The flags, and the checkpoint of --init."""
     (init,) = check_flags(options, [init_text(options.init, options.format)])
     return options, init
 

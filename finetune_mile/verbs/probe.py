@@ -48,17 +48,12 @@ def build_parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options, inits = parse(argv)
+    options, inits = check(build_parser().parse_args(argv))
     return stoppable(lambda accelerator, signals: _probe(options, inits, accelerator, signals))
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[Init]]:
-    """The flags, and the checkpoints of --init."""
-    return check(build_parser().parse_args(argv))
-
-
 def check(options: argparse.Namespace) -> tuple[argparse.Namespace, list[Init]]:
-    """Refuse what cannot work; the checkpoints of --init."""
+    """The flags, and the checkpoints of --init."""
     problems = [
         f"--{name} {getattr(options, name)}: must be from 1 to {high:,}"
         for name, high in (("seeds", MOST_SEEDS), ("k", MOST_NEIGHBOURS))

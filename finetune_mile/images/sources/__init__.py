@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -144,13 +144,6 @@ def read_options(where: str, known: Sequence[str], flag: str) -> tuple[str, dict
             raise Problem(f"{flag}: unknown option {key}; {did_you_mean(key, known)}")
         options[key] = unquote(value)
     return place, options
-
-
-def check_choices(options: Mapping[str, str], allowed: Mapping[str, Iterable[str]], flag: str) -> None:
-    """Refuse an option whose value is not one of its few allowed words."""
-    for key, words in allowed.items():
-        if key in options and options[key] not in words:
-            raise Problem(f"{flag}: {key}={options[key]} must be one of {', '.join(words)}")
 
 
 def check_truth(spec: str) -> None:
