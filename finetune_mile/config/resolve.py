@@ -204,7 +204,7 @@ def check(tree: dict[str, Any], given: Mapping[str, Any], sets: Sequence[str], p
     _forget_length(settings, over)
     for dotted, (value, speaker) in over.items():
         put(settings, dotted, said(value, speaker))
-    _put_defaults(settings)
+    settings = _on_defaults(settings)
     recipe = validated(FullRecipe, settings, path, wrong)
     return ResolvedAs(recipe=recipe, path=path, why=why, settings=settings)
 
@@ -368,18 +368,16 @@ def _forget_length(settings: Settings, over: Mapping[str, Any]) -> None:
         settings.pop(key, None)
 
 
-def _put_defaults(settings: Settings) -> None:
-    """The variant's values for what nobody has set; an empty block for a method with a default for each setting."""
+def _on_defaults(settings: Settings) -> Settings:
+    """Settings on top of the variant's; an empty block for a method with a default for each setting."""
     found = values(settings)
-    variant = str(found.get("variant"))
-    for dotted, value in VARIANTS.get(variant, {}).items():
-        block, _, key = dotted.rpartition(".")
-        inside = settings.get(block) if block else settings
-        if isinstance(inside, dict):
-            inside.setdefault(key, Setting(value, Speaker(f"variant {variant}")))
-    block = BLOCKS_WITH_DEFAULTS.get(str(found.get("method")), "")
-    if block:
-        settings.setdefault(block, {})
+    variant, block = str(found.get("variant")), BLOCKS_WITH_DEFAULTS.get(str(found.get("method")))
+    column = {key: value for key, value in VARIANTS.get(variant, {}).items()
+              if isinstance(settings.get(key), dict) or not isinstance(value, Mapping)}  # fmt: skip
+    defaults: Settings = {} if block is None else {block: {}}
+    merge(defaults, said(column, Speaker(f"variant {variant}")))
+    merge(defaults, settings)
+    return defaults
 
 
 # ------------------------------------------------------------------------------------------- errors in words

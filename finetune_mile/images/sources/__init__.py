@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+import pkgutil
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -47,9 +48,7 @@ def load_data(data: str, flag: str = "--data", *, need_labels: bool = True, stri
     """
     scheme, where = split_name(data, flag)
     source = "finetune_mile.images.sources.memory:load" if scheme == SCHEME else SOURCES[scheme]
-    module, _, function = source.partition(":")
-    load: Callable[[str, str], Data] = getattr(importlib.import_module(module), function)
-    loaded = load(where, f"{flag} {scheme}:{where}")
+    loaded: Data = pkgutil.resolve_name(source)(where, f"{flag} {scheme}:{where}")
     if strict and loaded.problems:
         raise Problem(*loaded.problems)
     if need_labels and not loaded.classes:
