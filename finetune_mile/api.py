@@ -119,7 +119,8 @@ def train(
         overwrite: replace a run that is in `out`.
         keep_checkpoints: keep the checkpoints of the finished run.
         refit: at the end, train on all labels, those of the validation images included; the scores are those before.
-        settings: any other setting of a recipe, such as `steps=100`, `recipe="..."`, or `**{"mile.rho": 0.5}`.
+        settings: any other setting of a recipe, such as `steps=100`, `recipe="..."`, or `**{"mile.rho": 0.5}`; and
+            `format`, as in `load`.
     """
     with named(data, init) as (data_name, init_name):
         texts = {"data": data_name, "init": init_name}
@@ -127,9 +128,10 @@ def train(
             texts = {key: text for key, text in texts.items() if not (text or "").startswith(f"{SCHEME}:")}
         given = texts | {"method": method, "fraction": fraction} | settings
         options = RunOptions(
+            format=given.pop("format", None),
             settings=_settings(given),
-            out=None if out is None else Path(out),
-            resume=None if resume is None else resumed(str(resume)),
+            out=None if out is None else Path(_given("out", out)),
+            resume=None if resume is None else resumed(_given("resume", resume)),
             overwrite=overwrite,
             keep_checkpoints=keep_checkpoints,
             refit=refit,
@@ -235,12 +237,17 @@ def _plain(key: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(key, each) for each in value]
     if isinstance(value, str) and key in SETTINGS:
-        if not value.strip():
-            raise Problem(empty_value(flag_of(key)))
-        return TYPES.get(flag_of(key), str)(value)
+        return TYPES.get(flag_of(key), str)(_given(key, value))
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise Problem(f"{key}: a {type(value).__name__} is not a value for a setting")
+
+
+def _given(key: str, value: str | Path) -> str:
+    """The text of a flag; an empty one is refused."""
+    if not str(value).strip():
+        raise Problem(empty_value(flag_of(key)))
+    return str(value)
 
 
 def _raise_if_stopped(code: int) -> None:

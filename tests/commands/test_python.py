@@ -204,6 +204,8 @@ def test_settings_get_the_sentences_of_the_command(tmp_path):
         Run.open("nowhere")
     with pytest.raises(Problem, match="--data: the value is empty; write --data VALUE"):
         finetune_mile.train(" ", "none", **FAST)
+    with pytest.raises(Problem, match="--out: the value is empty; write --out VALUE"):
+        finetune_mile.train("demo:400", "none", out="", **FAST)
     with pytest.raises(Problem, match="takes no other setting; leave out --batch-size"):
         finetune_mile.train(resume=tmp_path, batch_size=3)
     with pytest.raises(Problem, match="--sise: unknown flag; did you mean --size"):
@@ -212,6 +214,17 @@ def test_settings_get_the_sentences_of_the_command(tmp_path):
         finetune_mile.evaluate("timm:resnet18", "demo", draws=-1)
     with pytest.raises(Problem, match="--part trian: unknown; did you mean train"):
         finetune_mile.evaluate("timm:resnet18", "demo", part="trian")
+
+
+def test_format_is_given_beside_init(monkeypatch):
+    def stop(options):
+        raise Problem(options.given["init"])
+
+    monkeypatch.setattr(api, "prepare", stop)
+    with pytest.raises(Problem, match=r"mine\.pth::format=solo-learn"):
+        finetune_mile.train("demo:40", "mine.pth", format="solo-learn")
+    with pytest.raises(Problem, match="--format solo-learn describes the file of --init"):
+        finetune_mile.train("demo:40", format="solo-learn")
 
 
 def test_values_become_those_of_a_recipe():
