@@ -1,4 +1,4 @@
-"""The commands for Python: the same words, checks, sentences and files, with plain data as the answer. No torch here.
+"""The commands for Python: the same checks, sentences and files, with plain data as the answer. No torch here.
 
 A keyword is a flag, with `_` for `-`. Images and networks may be Python objects instead of text. What a command would
 print as an error is raised as `Problem`.
@@ -9,17 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import yaml
-
-from finetune_mile.config.flags import SETTINGS
-from finetune_mile.config.flags import parse as parse_run
+from finetune_mile.config.flags import SETTINGS, TYPES, RunOptions, empty_value, flag_of, resumed
 from finetune_mile.core.in_memory import SCHEME, named
 from finetune_mile.core.problems import Problem
 from finetune_mile.run import prepare, run
@@ -34,15 +31,15 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from finetune_mile.checkpoints.classifier import ImageClassifier
-    from finetune_mile.training.features import Split
+    from finetune_mile.training.features import Split, Store
 
     # Text as for --data; rows with an image and a label; items (PIL image, int); (paths, labels).
     OneSet: TypeAlias = datasets.Dataset | Dataset[Any]
     Images: TypeAlias = str | Path | OneSet | Mapping[str, OneSet] | tuple[Sequence[str | Path], Sequence[Any]]
     Network: TypeAlias = str | Path | nn.Module  # text as for --init; or a module as in `train`
 
-_TRAINED: list[Path] = []  # by this process
-SWITCHES = ("overwrite", "verify", "keep_checkpoints", "refit")  # flags without a value
+
+_TRAINED = threading.Event()  # set by the first call of `train`
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,36 +118,35 @@ def train(
         overwrite: replace a run that is in `out`.
         keep_checkpoints: keep the checkpoints of the finished run.
         refit: at the end, train on all labels, those of the validation images included; the scores are those before.
-        settings: any other setting of a recipe, such as `steps=100`, `recipe="..."`, or `**{"mile.rho": 0.5}`.
+        settings: any other setting of a recipe, such as `steps=100`, `recipe="..."`, or `**{"mile.rho": 0.5}`; and
+            `format`, as in `load`.
     """
     with named(data, init) as (data_name, init_name):
         texts = {"data": data_name, "init": init_name}
         if resume not in (None, "auto"):  # the recipe has the names of objects
             texts = {key: text for key, text in texts.items() if not (text or "").startswith(f"{SCHEME}:")}
         given = texts | {"method": method, "fraction": fraction} | settings
-        places = {
-            "out": out,
-            "overwrite": overwrite,
-            "resume": resume,
-            "keep_checkpoints": keep_checkpoints,
-            "refit": refit,
-        }
-        words = _words(places | {key: value for key, value in given.items() if key in SETTINGS})
-        words += [f"--set={key}={_yaml(key, value)}" for key, value in given.items() if key not in SETTINGS]
-        options = parse_run(words)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and _TRAINED:
+        options = RunOptions(
+            format=given.pop("format", None),
+            settings=_settings(given),
+            out=None if out is None else Path(_given("out", out)),
+            resume=None if resume is None else resumed(_given("resume", resume)),
+            overwrite=overwrite,
+            keep_checkpoints=keep_checkpoints,
+            refit=refit,
+        )
+        options.check()
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and _TRAINED.is_set():
             raise Problem(
                 "train was called again in one of several processes, and the first call has closed their connections; "
                 "start one script per run"
             )
-
-        def work() -> int:
+        with _accelerator_of_its_own():
             prepared = prepare(options)
-            _TRAINED.append(prepared[1])
-            return run(options, *prepared)
-
-        _complete(work)
-    return Run(_TRAINED[-1], None if init is None or isinstance(init, str | Path) else init)
+            _TRAINED.set()
+            code = run(*prepared)
+    _raise_if_stopped(code)
+    return Run(prepared[2], None if init is None or isinstance(init, str | Path) else init)
 
 
 def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, Any]]:
@@ -167,14 +163,15 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
     """
     import pyarrow.parquet as pq
 
-    stores = []
+    stores: list[Store] = []
     with named(init, data) as (init_name, data_name):
-        out = [] if flags.get("out") is None else [str(flags.pop("out"))]
-        words = _words({"init": init_name, "data": data_name, **flags})
-        options, opened = embedding.check(embedding.build_parser().parse_args([*words, *out]))
         from finetune_mile.training.processes import stoppable
 
-        _complete(lambda: stoppable(lambda *processes: stores.append(embedding.compute(options, opened, *processes))))
+        filled = embedding.build_parser().fill({"init": init_name, "data": data_name, **flags})
+        options, opened = embedding.check(filled)
+        with _accelerator_of_its_own():
+            code = stoppable(lambda *processes: stores.append(embedding.compute(options, opened, *processes)))
+    _raise_if_stopped(code)
     splits: tuple[Split, ...] = ("train", "val")
     answer = {}
     for split in splits:
@@ -192,14 +189,15 @@ def probe(init: Network | Sequence[Network], data: Images, **flags: Any) -> dict
         data: as in `train`.
         flags: of the command, such as `fraction`, `seeds`, `k`.
     """
-    results = []
+    results: list[dict[str, Any] | None] = []
     inits = init if isinstance(init, list | tuple) else [init]
     with named(data, *inits) as (data_name, *names):
-        words = _words({"init": names, "data": data_name, **flags})
-        options, opened = probing.check(probing.build_parser().parse_args(words))
         from finetune_mile.training.processes import stoppable
 
-        _complete(lambda: stoppable(lambda *processes: results.append(probing.compute(options, opened, *processes))))
+        options, opened = probing.check(probing.build_parser().fill({"init": names, "data": data_name, **flags}))
+        with _accelerator_of_its_own():
+            code = stoppable(lambda *processes: results.append(probing.compute(options, opened, *processes)))
+    _raise_if_stopped(code)
     return results[0] or {}
 
 
@@ -214,53 +212,51 @@ def evaluate(
         out: write the files of the command into this folder; None: write nothing.
         flags: of the command, such as `part`, `truth`, `draws`; with `compare` the answer has a key `comparison`.
     """
-    scored = []
     with named(data) as (data_name,):
         text = f"run:{model.folder}" if isinstance(model, Run) else str(model)
-        options = evaluation.parse(_words({"model": text, "data": data_name, "out": out, **flags}))
+        values = {"model": text, "data": data_name, "out": out, **flags}
+        options = evaluation.check(evaluation.build_parser().fill(values))
         from finetune_mile.training.evaluation import Evaluation
 
         work = Evaluation.of_flags(options)
-        _complete(lambda: scored.append(work.score()))
-    if scored[0] is None:
+        with _accelerator_of_its_own():
+            scored = work.score()
+    if scored is None:
         return {}
     if out is not None:
-        work.write(scored[0], options.out)
-    compared = {key: dataclasses.asdict(each) for key, each in scored[0].differences.items()}
-    return scored[0].results | ({"comparison": compared} if compared else {})
+        work.write(scored, options.out)
+    compared = {key: dataclasses.asdict(each) for key, each in scored.differences.items()}
+    return scored.results | ({"comparison": compared} if compared else {})
 
 
-# ------------------------------------------------------------------------------------ from Python to a command's words
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as a recipe has them: a flag that is None was not given, any other setting that is None is null."""
+    return {key: _plain(key, value) for key, value in given.items() if value is not None or key not in SETTINGS}
 
 
-def _words(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as a shell would hand them over; None is left out, a list is a flag several times."""
-    words = []
-    for key, value in flags.items():
-        flag = "--" + key.replace("_", "-")
-        if key in SWITCHES:
-            words += [flag] if value else []
-            continue
-        for each in value if isinstance(value, list) else [value]:
-            if each is not None:
-                words.append(f"{flag}={each if isinstance(each, str | Path) else _yaml(key, each)}")
-    return words
+def _plain(key: str, value: Any) -> Any:
+    """A value as YAML would have it."""
+    value = value.tolist() if hasattr(value, "tolist") else str(value) if isinstance(value, Path) else value
+    if isinstance(value, Mapping):
+        return {name: _plain(key, each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(key, each) for each in value]
+    if isinstance(value, str) and key in SETTINGS:
+        return TYPES.get(flag_of(key), str)(_given(key, value))
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise Problem(f"{key}: a {type(value).__name__} is not a value for a setting")
 
 
-def _yaml(key: str, value: object) -> str:
-    """A value as `--set` reads it."""
-    value = value.item() if hasattr(value, "item") else str(value) if isinstance(value, Path) else value
-    try:
-        text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
-    except yaml.YAMLError as error:
-        raise Problem(f"{key}: a {type(value).__name__} is not a value for a setting") from error
-    return text.removesuffix("...\n").strip()
+def _given(key: str, value: str | Path) -> str:
+    """The text of a flag; an empty one is refused."""
+    if not str(value).strip():
+        raise Problem(empty_value(flag_of(key)))
+    return str(value)
 
 
-def _complete(work: Callable[[], int | None]) -> None:
-    """Do the work of a command; where a signal stopped it, raise what that signal usually does."""
-    with _accelerator_of_its_own():
-        code = work()
+def _raise_if_stopped(code: int) -> None:
+    """Where a signal has stopped the work, raise what that signal usually does."""
     if code == 130:
         raise KeyboardInterrupt("stopped; a run can be continued with train(resume=FOLDER)")
     if code:

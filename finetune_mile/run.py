@@ -9,16 +9,16 @@ if __name__ == "__main__" and not __package__:
     # As a script inside the package Python puts finetune_mile/ first on the path; the repository's root is meant.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import argparse
 import importlib.util
 import os
+from dataclasses import replace
 
 from finetune_mile.checkpoints.cards import fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init, parse_source
-from finetune_mile.config.flags import AUTO, given_settings, parse
+from finetune_mile.config.flags import RunOptions, parse
 from finetune_mile.config.resolve import Resolved, check, resolve
 from finetune_mile.core.problems import Problem, tell
-from finetune_mile.images.sources import check_split, check_truth, said_as, split_name
+from finetune_mile.images.sources import check_split, check_truth, split_name
 from finetune_mile.training import folder as folders
 from finetune_mile.training.folder import choose_folder, is_finished, next_folder, resumed_recipe, say_finished
 from finetune_mile.training.minutes import run_minutes
@@ -29,59 +29,48 @@ MOST_SEEDS = 100
 def main(argv: list[str] | None = None) -> int:
     """The command: 0 fine, 1 the run failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
     try:
-        words = sys.argv[1:] if argv is None else argv
-        options = parse(words)
+        options = parse(sys.argv[1:] if argv is None else argv)
         if options.json:
             return print_settings(options)
         if options.minutes is not None:
             return run_minutes(options, prepare)
         if options.seeds is not None:
-            return run_seeds(options, words)
-        return run(options, *prepare(options))
+            return run_seeds(options, options.seeds)
+        return run(*prepare(options))
     except Problem as problem:
         return tell(problem)
 
 
-def run_seeds(options: argparse.Namespace, words: list[str]) -> int:
+def run_seeds(options: RunOptions, seeds: int) -> int:
     """`--seeds N`: one run per seed, in folders seed-0, ... of --out, then mean and spread. Again, it continues."""
     from finetune_mile.training.seeds import summarise, taken_up
 
-    if not 1 <= options.seeds <= MOST_SEEDS:
-        raise Problem(f"--seeds {options.seeds}: must be from 1 to {MOST_SEEDS}")
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise Problem(f"--seeds {seeds}: must be from 1 to {MOST_SEEDS}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Problem("--seeds runs in one process; with several, start one run per seed: --seed N --out DIR/seed-N")
-    if options.seed is not None or options.resume is not None or options.explain or options.overwrite:
+    if "seed" in options.settings or options.resume is not None or options.explain or options.overwrite:
         raise Problem("--seeds chooses the seeds and continues by itself: leave out --seed, --resume, --explain and "
                       "--overwrite")  # fmt: skip
     resolved = resolve_options(options)
     path = options.out or next_folder(Path("runs"), f"{resolved.path.stem}-seeds")
-    own = without(words, "--seeds", "--out")
     taken_up(path, resolved.recipe)
-    for seed in range(options.seeds):
+    again = RunOptions(keep_checkpoints=options.keep_checkpoints, refit=options.refit)
+    for seed in range(seeds):
         folder = path / f"seed-{seed}"
         if is_finished(folder) and not folders.refit_is_left(folder, options.refit):
             continue
-        switches = [flag for flag in ("--keep-checkpoints", "--refit") if flag in own]
-        begun = ["--resume", str(folder), *switches] if (folder / "recipe.yaml").is_file() else None
-        if code := main(begun or [*own, "--seed", str(seed), "--out", str(folder)]):
+        if (folder / "recipe.yaml").is_file():
+            one = replace(again, resume=folder)
+        else:
+            one = replace(options, settings={**options.settings, "seed": seed}, out=folder)
+        if code := run(*prepare(one)):
             return code
-    summarise(path, [path / f"seed-{seed}" for seed in range(options.seeds)])
+    summarise(path, [path / f"seed-{seed}" for seed in range(seeds)])
     return 0
 
 
-def without(words: list[str], *flags: str) -> list[str]:
-    """The words of a command without some flags and their values."""
-    kept: list[str] = []
-    skip = False
-    for word in words:
-        name, equals, _ = word.replace("_", "-").partition("=")
-        if not skip and name not in flags:
-            kept.append(word)
-        skip = not skip and name in flags and not equals
-    return kept
-
-
-def print_settings(options: argparse.Namespace) -> int:
+def print_settings(options: RunOptions) -> int:
     """`--explain --json`: the resolved recipe, without data, weights or torch."""
     from finetune_mile.training.settings import settings_json
 
@@ -91,11 +80,11 @@ def print_settings(options: argparse.Namespace) -> int:
     return 0
 
 
-def resolve_options(options: argparse.Namespace) -> Resolved:
+def resolve_options(options: RunOptions) -> Resolved:
     """The recipe of a new run, or the one that a resumed run began with."""
-    if options.resume in (None, AUTO):
-        return resolve(given_settings(options), options.sets)
-    return resumed_settings(options.resume)
+    if isinstance(options.resume, Path):
+        return resumed_settings(options.resume)
+    return resolve(options.given, options.sets)
 
 
 def resumed_settings(folder: Path) -> Resolved:
@@ -103,10 +92,10 @@ def resumed_settings(folder: Path) -> Resolved:
     return check(tree, {}, [], path, "--resume")
 
 
-def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | None]:
+def prepare(options: RunOptions) -> tuple[RunOptions, Resolved, Path, Init, Init | None]:
     """All that can be checked before torch is imported: recipe, run folder (not written yet), --init, --teacher.
 
-    Several processes import it here, to agree on the folder. `options.resume` is a folder afterwards, or None.
+    Several processes import it here, to agree on the folder. In the returned options `resume` is a folder or None.
     """
     resolved = resolve_options(options)
     recipe = resolved.recipe
@@ -114,12 +103,11 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | N
     teacher = None if recipe.teacher is None else parse_source(recipe.teacher, "--teacher")
     split_name(recipe.data)
     if isinstance(options.resume, Path):
-        return resolved, options.resume, init, teacher
+        return options, resolved, options.resume, init, teacher
     if recipe.track != "none" and importlib.util.find_spec(recipe.track) is None:
         raise Problem(f"--track {recipe.track}: the package is missing; pip install {recipe.track}")
     if recipe.unlabelled is not None:
-        with said_as("--unlabelled"):
-            split_name(recipe.unlabelled)
+        split_name(recipe.unlabelled, "--unlabelled")
     if recipe.split is not None:
         check_split(recipe.split)
     if recipe.truth is not None:
@@ -127,15 +115,14 @@ def prepare(options: argparse.Namespace) -> tuple[Resolved, Path, Init, Init | N
     path, begun = choose_folder(
         options, resolved.path.stem, recipe, lambda tree, file: check(tree, {}, [], file, "--resume").recipe
     )
-    options.resume = path if begun else None
     if begun:
-        return resumed_settings(path), path, init, teacher
+        return replace(options, resume=path), resumed_settings(path), path, init, teacher
     if init.kind == "card":
         fetch_card(find_card(init.name))  # a missing network is told before the images are listed
-    return resolved, path, init, teacher
+    return replace(options, resume=None), resolved, path, init, teacher
 
 
-def run(options: argparse.Namespace, resolved: Resolved, path: Path, init: Init, teacher_init: Init | None) -> int:
+def run(options: RunOptions, resolved: Resolved, path: Path, init: Init, teacher_init: Init | None) -> int:
     """The run itself; from here on torch is needed."""
     done = options.resume is not None and is_finished(path) and not folders.refit_is_left(path, options.refit)
     if done and not options.explain:

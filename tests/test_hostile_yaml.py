@@ -151,10 +151,10 @@ def test_f12_an_empty_value_of_set_is_refused(recipes, capsys, verb, text):
 
 
 def test_f12_null_stays_a_value_of_set():
-    from finetune_mile.config.resolve import set_settings
+    from finetune_mile.config.resolve import Setting, Speaker, set_settings
 
     wrong = []
-    assert set_settings(["arch=null"], wrong) == {"arch": (None, "--set arch")}
+    assert set_settings(["arch=null"], wrong) == {"arch": Setting(None, Speaker("--set arch"))}
     assert not wrong
 
 
@@ -174,9 +174,9 @@ def test_f12_what_is_not_a_number_is_one_sentence(recipes, capsys, flag, text):
 
 @pytest.mark.parametrize(("text", "number"), [("1e-3", 1e-3), ("0.5", 0.5), (".5", 0.5), ("1_000", 1000), ("010", 10)])
 def test_numbers_of_flags_stay_numbers(text, number):
-    from finetune_mile.config.flags import given_settings, parse
+    from finetune_mile.config.flags import parse
 
-    assert json.dumps(given_settings(parse(["--lr", text]))) == json.dumps({"lr": number})
+    assert json.dumps(parse(["--lr", text]).settings) == json.dumps({"lr": number})
 
 
 def test_f12_a_sexagesimal_in_a_recipe_is_text(recipes, capsys):

@@ -36,30 +36,25 @@ ROADS = {
 }
 # `python -m tests.size`, without paper/; only to be lowered, or raised by what a commit lists. The aim: 14,300.
 STATEMENTS = {
-    "(top)": 354,
+    "(top)": 338,
     "checkpoints": 3572,
     "compute": 218,
-    "config": 654,
+    "config": 699,
     "core": 537,
-    "images": 2554,
+    "images": 2529,
     "learning": 845,
     "measures": 978,
     "methods": 570,
     "networks": 658,
     "pages": 219,
-    "pretraining": 605,
-    "training": 2900,
-    "verbs": 2184,
+    "pretraining": 600,
+    "training": 2899,
+    "verbs": 2188,
 }
 # Left from before these rules. Nothing may be added.
-TOO_LONG = {
-    "images/checks.py:report",
-    "images/sources/folder.py:load",
-    "training/explain.py:explain",
-    "training/features.py:embed",
-}
+TOO_LONG = {"images/checks.py:report", "training/explain.py:explain", "training/features.py:embed"}
 TOO_WIDE = {
-    "api.py:train",
+    "api.py:train",  # public: its keywords are the flags that most calls need, with their sentences in help(train)
     "images/sources/grids.py:make_grids",
     "learning/evidence.py:judge",
     "measures/metrics.py:measure",

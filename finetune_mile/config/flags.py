@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn, get_args
 
@@ -13,12 +14,14 @@ from finetune_mile.config.schema import Variant
 from finetune_mile.core.problems import Problem, did_you_mean, nearest
 from finetune_mile.methods import METHODS
 
-NUMBERS = ("fraction", "k_t", "k_s", "rho", "steps", "epochs", "batch_size", "lr", "seed", "size", "patience")
-SAME = {"--lr": "--learning-rate", "--size": "--image-size", "--patience": "--early-stopping"}  # other tools' names
+# Other tools' names of a flag.
+SAME = {"--lr": ("--learning-rate",), "--size": ("--image-size",), "--patience": ("--early-stopping",)}
 _WHOLE = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _DECIMAL = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 FORMAT = "the code that wrote the file, where it does not show it: solo-learn, byol-convert, ..."  # help of --format
-# Settings of the recipe, by group: the flag with a word for its value, and its help.
+AUTO: Final = "auto"  # of --resume
+RESUME = "continue a run; takes no other setting. auto: start, or continue, what is in --out"
+# All flags, most of them settings of the recipe, by group: the flag with a word for its value, and its help.
 FLAGS = {
     "what to train": {
         "--recipe FILE": "a recipe file, or its name below recipes/",
@@ -53,17 +56,31 @@ FLAGS = {
         "--patience N": "stop after N evaluations in a row without a better validation score, keep the best weights",
         "--seed": "of split, order, augmentation and head",
         "--track": "none | tensorboard | wandb | trackio (offline, unless its own settings say otherwise)",
+        "--set KEY=VALUE": "any other setting, such as optimizer.momentum=0.8",
+        "--seeds N": "run this many seeds and print mean and spread",
+        "--minutes N": "the best model of this time (docs/own-photos.md)",
+        "--refit": "at the end train on all labels, also the validation ones",
+    },
+    "where": {
+        "--out": "run folder (default: runs/<recipe>-<number>)",
+        "--overwrite": "replace a run that is in --out",
+        "--keep-checkpoints": "keep checkpoints/ of a finished run",
+        "--resume DIR|auto": RESUME,
+        "--explain": "print what would be done, and stop",
+        "--json": "with --explain: settings and who set them, as JSON",
     },
 }
+SWITCHES = ("--refit", "--overwrite", "--keep-checkpoints", "--explain", "--json")  # flags without a value
+NO_SETTINGS = ("--format", "--set", "--seeds", "--minutes", "--out", "--resume", *SWITCHES)  # they say how to run
 RARE = (  # not in the brief help
     "--split", "--truth", "--variant", "--arch", "--format", "--teacher", "--keep-head", "--k-t", "--k-s", "--rho",
-    "--head-init", "--keep", "--flip", "--epochs", "--patience",
+    "--head-init", "--keep", "--flip", "--epochs", "--patience", "--keep-checkpoints",
 )  # fmt: skip
 SETTINGS = tuple(
     flag.split()[0].removeprefix("--").replace("-", "_")
     for group in FLAGS.values()
     for flag in group
-    if flag != "--format"  # a part of --init
+    if flag.split()[0] not in NO_SETTINGS
 )
 
 EPILOG = """examples:
@@ -72,8 +89,74 @@ EPILOG = """examples:
   finetune-mile run --resume runs/demo-1                               continue a run that was stopped
   accelerate launch -m finetune_mile.run --init simclrv2-sk1 --fraction 0.01    several GPUs
 """
-AUTO: Final = "auto"  # of --resume
-RESUME = "continue a run; takes no other setting. auto: start, or continue, what is in --out"
+
+
+def number(text: str) -> int | float | str:
+    """The value of a flag that takes a number; what is none stays text, and the recipe refuses it."""
+    text = text.strip()
+    if _WHOLE.fullmatch(text) and not text.endswith("_") and "__" not in text:
+        return int(text)
+    return float(text) if len(text) <= 30 and _DECIMAL.fullmatch(text) else text
+
+
+def share(text: str) -> int | float | str:
+    """A number or a percentage."""
+    percent = number(text.removesuffix("%"))
+    return percent / 100 if text.endswith("%") and not isinstance(percent, str) else number(text)
+
+
+def resumed(text: str) -> Path | Literal["auto"]:
+    """The value of --resume; a folder of the name auto is ./auto."""
+    return AUTO if text == AUTO else Path(text)
+
+
+# How the values of flags are read; all others are text.
+TYPES: dict[str, Callable[[str], Any]] = {
+    "--fraction": share, "--seeds": int, "--minutes": float, "--out": Path, "--resume": resumed,
+    **dict.fromkeys(
+        ("--k-t", "--k-s", "--rho", "--steps", "--epochs", "--batch-size", "--lr", "--seed", "--size", "--patience"),
+        number,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What a run is asked for: the command line fills it, and so does Python."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, by flag or dotted key; and `recipe`
+    sets: Sequence[str] = ()  # KEY=VALUE
+    format: str | None = None  # the code that wrote the file of --init
+    out: Path | None = None
+    overwrite: bool = False
+    resume: Path | Literal["auto"] | None = None
+    keep_checkpoints: bool = False
+    refit: bool = False
+    seeds: int | None = None
+    minutes: float | None = None
+    explain: bool = False
+    json: bool = False
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings as a recipe has them: --format is a part of --init."""
+        own = {} if self.format is None else {"init": init_text(self.settings["init"], self.format)}
+        return {**self.settings, **own}
+
+    def check(self) -> None:
+        """Refuse a --format without its --init, and what does not go with --resume."""
+        check_format(self.settings.get("init"), self.format)
+        if self.resume == AUTO and (self.out is None or self.overwrite):
+            fix = "leave out --overwrite" if self.overwrite else "add --out DIR"
+            raise Problem(f"--resume auto starts or continues the run in --out: {fix}")
+        if self.resume in (None, AUTO):
+            return
+        others = sorted({*self.settings} | ({"set"} if self.sets else set()))
+        if others or self.out is not None or self.overwrite:
+            name = flag_of(others[0]) if others else "--out or --overwrite"
+            raise Problem(
+                f"--resume continues a run with its own settings and takes no other setting; leave out {name}"
+            )
 
 
 class Parser(argparse.ArgumentParser):
@@ -87,14 +170,6 @@ class Parser(argparse.ArgumentParser):
         options, rest = self.parse_known_args(args, namespace)
         if rest:
             raise Problem(*self.strangers(rest))
-        if hasattr(options, "init") and getattr(options, "format", None) is not None:
-            if options.init is None:
-                raise Problem(f"--format {options.format} describes the file of --init; give --init FILE too")
-            # a part of what is loaded, and kept with it
-            mark = f"::format={options.format}"
-            several = isinstance(options.init, list)
-            options.init = [text + mark for text in options.init] if several else options.init + mark
-            options.format = None
         return options
 
     def strangers(self, rest: list[str]) -> list[str]:
@@ -107,6 +182,30 @@ class Parser(argparse.ArgumentParser):
             f"{flag}: unknown flag" + (f"; did you mean {names[0]}?" if names else " (--help lists them)")
             for flag, names in near.items()
         ]
+
+    def fill(self, values: Mapping[str, Any]) -> Any:
+        """The options of a Python call: `values` by flag (None: not given), each read and checked as the flag is."""
+        actions = {action.dest: action for action in self._actions}
+        if unknown := [flag_of(key) for key in values if key not in actions]:
+            raise Problem(*self.strangers(unknown))
+        options = argparse.Namespace(**{name: action.default for name, action in actions.items()})
+        for key, value in values.items():
+            if value is not None:
+                setattr(options, key, self._read(actions[key], value))
+        return options
+
+    def _read(self, action: argparse.Action, value: Any) -> Any:
+        """One value, or a list of them, of a Python call."""
+        if isinstance(value, list):
+            return [self._read(action, each) for each in value]
+        if action.nargs == 0:  # a switch
+            return bool(value)
+        if not str(value).strip():
+            raise Problem(empty_value(flag_of(action.dest)))
+        try:
+            return self._get_values(action, [str(value)])
+        except argparse.ArgumentError as error:
+            self.error(str(error))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -124,9 +223,11 @@ class Parser(argparse.ArgumentParser):
             if not word.strip():
                 before = words[number - 1] if number else ""
                 named = before.startswith("-") and "=" not in before
-                wrong.append(_empty(before) if named else f"argument {number + 1} is empty; write a value (see --help)")
+                wrong.append(
+                    empty_value(before) if named else f"argument {number + 1} is empty; write a value (see --help)"
+                )
             elif word.startswith("--") and equals and not value.strip():
-                wrong.append(_empty(flag))
+                wrong.append(empty_value(flag))
         if wrong:
             raise Problem(*wrong)
         return super().parse_known_args(words, namespace)
@@ -151,84 +252,59 @@ def build_parser(*, brief: bool = False) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False,
         description="Fine-tune a self-supervised checkpoint with MILe, or train from scratch, on one Accelerate loop.",
     )  # fmt: skip
-    parser.add_argument("-h", "--help", action=Help, nargs=0, help="show this help and exit")
-    parser.add_argument("--help-all", action=Help, nargs=0, help="show all flags and exit")
+    silent = argparse.SUPPRESS
+    parser.add_argument("-h", "--help", action=Help, nargs=0, default=silent, help="show this help and exit")
+    parser.add_argument("--help-all", action=Help, nargs=0, default=silent, help="show all flags and exit")
     for title, flags in FLAGS.items():
         group = parser.add_argument_group(title)
         for words, text in flags.items():
             flag, _, metavar = words.partition(" ")
-            names = (flag, SAME[flag]) if flag in SAME else (flag,)
-            hidden = brief and flag in RARE
-            group.add_argument(*names, metavar=metavar or None, help=argparse.SUPPRESS if hidden else text)
-    group.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
-                       help="any other setting, such as optimizer.momentum=0.8")  # fmt: skip
-    group.add_argument("--seeds", type=int, metavar="N", help="run this many seeds and print mean and spread")
-    group.add_argument("--minutes", type=float, metavar="N", help="the best model of this time (docs/own-photos.md)")
-    group.add_argument("--refit", action="store_true",
-                       help="at the end train on all labels, also the validation ones")  # fmt: skip
-    where = parser.add_argument_group("where")
-    where.add_argument("--out", type=Path, help="run folder (default: runs/<recipe>-<number>)")
-    where.add_argument("--overwrite", action="store_true", help="replace a run that is in --out")
-    where.add_argument("--keep-checkpoints", action="store_true",
-                       help=argparse.SUPPRESS if brief else "keep checkpoints/ of a finished run")  # fmt: skip
-    where.add_argument("--resume", type=resumed, metavar="DIR|auto", help=RESUME)
-    where.add_argument("--explain", action="store_true", help="print what would be done, and stop")
-    where.add_argument("--json", action="store_true", help="with --explain: settings and who set them, as JSON")
+            shown = silent if brief and flag in RARE else text
+            if flag in SWITCHES:
+                group.add_argument(flag, action="store_true", help=shown)
+            elif flag == "--set":
+                group.add_argument(flag, action="append", default=[], metavar=metavar, dest="sets", help=shown)
+            else:
+                kind = TYPES.get(flag, str)
+                group.add_argument(flag, *SAME.get(flag, ()), type=kind, metavar=metavar or None, help=shown)
     return parser
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse(argv: list[str]) -> RunOptions:
     return read_flags(build_parser(), argv, SETTINGS)
 
 
-def resumed(text: str) -> Path | Literal["auto"]:
-    """The value of --resume; a folder of the name auto is ./auto."""
-    return AUTO if text == AUTO else Path(text)
-
-
-def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> argparse.Namespace:
-    """Read flags, and refuse other settings beside --resume DIR.
+def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> RunOptions:
+    """Read the flags of a run.
 
     Args:
-        parser: with --resume, --out, --overwrite and --set among its flags.
+        parser: of flags whose names are fields of `RunOptions`, and of settings.
         argv: the words.
-        settings: flags that are keys of the recipe, which --resume goes without.
+        settings: flags that are keys of the recipe.
     """
-    options: argparse.Namespace = parser.parse_args(argv)
-    if options.resume == AUTO:
-        if options.out is None or options.overwrite:
-            raise Problem(
-                "--resume auto starts or continues the run in --out: "
-                + ("leave out --overwrite" if options.overwrite else "add --out DIR")
-            )
-    elif options.resume is not None:
-        others = sorted(set(given_settings(options, settings)) | ({"set"} if options.sets else set()))
-        if others or options.out is not None or options.overwrite:
-            name = "--" + (others[0].replace("_", "-") if others else "out or --overwrite")
-            raise Problem(
-                f"--resume continues a run with its own settings and takes no other setting; leave out {name}"
-            )
+    given: dict[str, Any] = vars(parser.parse_args(argv))
+    chosen = {key: given.pop(key) for key in settings}
+    options = RunOptions(settings={key: value for key, value in chosen.items() if value is not None}, **given)
+    options.check()
     return options
 
 
-def given_settings(options: argparse.Namespace, settings: tuple[str, ...] = SETTINGS) -> dict[str, Any]:
-    """The settings that were given, by recipe key; what is not a number stays text, and the recipe refuses it."""
-    texts = {key: getattr(options, key) for key in settings if getattr(options, key) is not None}
-    numbers = {key: _number(text) if key in NUMBERS else text for key, text in texts.items()}
-    percent = _number(str(texts.get("fraction", "")).removesuffix("%"))
-    if str(texts.get("fraction")).endswith("%") and not isinstance(percent, str):
-        numbers["fraction"] = percent / 100
-    return numbers
+def flag_of(key: str) -> str:
+    return "--" + key.replace("_", "-")
 
 
-def _number(text: str) -> int | float | str:
-    text = text.strip()
-    if _WHOLE.fullmatch(text) and not text.endswith("_") and "__" not in text:
-        return int(text)
-    return float(text) if len(text) <= 30 and _DECIMAL.fullmatch(text) else text
+def init_text(init: str, format: str | None) -> str:
+    """--init with its --format, as a recipe keeps the two."""
+    return init if format is None else f"{init}::format={format}"
 
 
-def _empty(flag: str) -> str:
+def check_format(init: str | None, format: str | None) -> None:
+    if format is not None and init is None:
+        raise Problem(f"--format {format} describes the file of --init; give --init FILE too")
+
+
+def empty_value(flag: str) -> str:
+    """The sentence about a flag without a value."""
     return f"{flag}: the value is empty; write {flag} VALUE, or leave out the flag"
 
 

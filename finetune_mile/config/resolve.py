@@ -7,20 +7,21 @@ top of the files come the flags and `--set`; the variant fills in what nobody ha
 
 from __future__ import annotations
 
-import copy
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from finetune_mile.checkpoints.cards import Missing
 from finetune_mile.checkpoints.init import family_of, parse_init
-from finetune_mile.config.schema import VARIANTS, FullRecipe, Recipe
+from finetune_mile.config.flags import SETTINGS, flag_of
+from finetune_mile.config.schema import BLOCKS_WITH_DEFAULTS, VARIANTS, FullRecipe, Recipe
 from finetune_mile.core.files import RefusedYaml, load_yaml, load_yaml_file, shipped
 from finetune_mile.core.problems import Problem, did_you_mean
 from finetune_mile.images.sources import imagenet_folder
@@ -29,6 +30,7 @@ from finetune_mile.methods import METHOD_FLAGS, METHODS, get_method
 NO_IMAGENET = "imagenet:data/imagenet"  # stands for ImageNet where it is not
 NO_RUNS = ("launch", "pretrain", "splits", "tables", "upstream.yaml")  # what `run` does not take of recipes/
 LONGEST_CHAIN = 4  # recipe files, the first one included
+LENGTHS = {"steps", "epochs"}  # of a run: one of them
 MOST_SENTENCES = 20  # problems of one recipe that are told at once
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
 # k_t and k_s are MILe's where no method is named.
@@ -36,37 +38,72 @@ FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr", "flip"
 Model = TypeVar("Model", bound=BaseModel)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """A checked recipe, the file it came from, and for each setting who set it and where its value is from."""
+class Speaker(NamedTuple):
+    """Who says a setting: a recipe file, an entry in it, a flag or a variant."""
 
-    recipe: Recipe
+    name: str
+    place: str = ""  # for messages: the file, and the entry in it
+    sources: Mapping[str, str] = MappingProxyType({})  # dotted key, or a block's name: where the value is from
+
+
+class Setting(NamedTuple):
+    """A value, and who says so."""
+
+    value: Any
+    speaker: Speaker
+
+
+Settings: TypeAlias = dict[str, Any]  # of a recipe: a Setting by key, and blocks of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedAs(Generic[Model]):
+    """A checked recipe, the file it came from, and all settings that were said."""
+
+    recipe: Model
     path: Path
     why: str
-    said_by: Mapping[str, str]
-    sources: Mapping[str, str]
+    settings: Settings
+
+    @property
+    def said_by(self) -> dict[str, str]:
+        """Who set a setting, by dotted key."""
+        return {dotted: setting.speaker.name for dotted, setting in flat(self.settings).items()}
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where the value of a setting is from, by dotted key, if that is known."""
+        known = {
+            dotted: setting.speaker.sources.get(dotted) or setting.speaker.sources.get(dotted.partition(".")[0])
+            for dotted, setting in flat(self.settings).items()
+        }
+        return {dotted: source for dotted, source in known.items() if source}
 
 
-def resolve(flags: Mapping[str, Any], sets: list[str]) -> Resolved:
+Resolved: TypeAlias = ResolvedAs[Recipe]
+
+
+def resolve(flags: Mapping[str, Any], sets: Sequence[str]) -> Resolved:
     """Flags over recipe over variant, checked; every problem is raised in one go.
 
     Args:
-        flags: what was given on the command line, by key (`k_t`, `batch_size`, ...); None = not given.
+        flags: what was given, by flag (`k_t`, `batch_size`, ...) or dotted key (`optimizer.momentum`).
         sets: `--set KEY=VALUE` arguments, keys dotted (`optimizer.momentum=0.8`).
     """
     path, why = choose_recipe(flags)
-    given = {key: value for key, value in flags.items() if value is not None and key != "recipe"}
-    if path == shipped("recipes") / "finetune.yaml":
-        given.setdefault("data", "imagenet")
+    given = {"data": "imagenet"} if path == shipped("recipes") / "finetune.yaml" else {}
+    given |= {key: value for key, value in flags.items() if key != "recipe"}
     resolved = check(read_yaml(path), given, sets, path, why)
-    if resolved.recipe.data != "imagenet":
-        return resolved
+    return _on_imagenet(resolved) if resolved.recipe.data == "imagenet" else resolved
+
+
+def _on_imagenet(resolved: Resolved) -> Resolved:
     place, speaker = find_imagenet()
     recipe = resolved.recipe.model_copy(update={"data": place})
-    return replace(resolved, recipe=recipe, said_by={**resolved.said_by, "data": speaker})
+    return replace(resolved, recipe=recipe, settings={**resolved.settings, "data": Setting(place, Speaker(speaker))})
 
 
-def resolve_anywhere(flags: Mapping[str, Any], sets: list[str]) -> tuple[Resolved, bool]:
+def resolve_anywhere(flags: Mapping[str, Any], sets: Sequence[str]) -> tuple[Resolved, bool]:
     """A recipe, also where it needs ImageNet and this machine has none; False: it has none."""
     try:
         return resolve(flags, sets), True
@@ -78,27 +115,32 @@ def resolve_anywhere(flags: Mapping[str, Any], sets: list[str]) -> tuple[Resolve
 
 def choose_recipe(flags: Mapping[str, Any]) -> tuple[Path, str]:
     """The recipe file of a run, and why this one."""
-    name, data, init = flags.get("recipe"), flags.get("data"), flags.get("init")
+    name, data, init = flags.get("recipe"), flags.get("data", ""), flags.get("init", "none")
     if name is not None:
         return find_recipe(str(name)), f"--recipe {name}"
-    scheme, _, place = (data or "").partition(":")
-    if scheme == "demo" or (data is None and init in (None, "none", "simclr-demo")):
+    scheme = data.partition(":")[0]
+    if scheme == "demo" or (not data and init in ("none", "simclr-demo")):
         return shipped("recipes") / "demo.yaml", "no --data and no --init: the demo"
-    on_hub = scheme == "hf" and any(part in place.lower() for part in ("imagenet-1k", "ilsvrc"))
-    family = None
-    if init is not None and (not data or scheme == "imagenet" or on_hub):
-        try:
-            family = family_of(parse_init(str(init)))
-        except Missing:  # told later, with all that is wrong with the settings
-            family = None
-    if family is not None:
-        names = [f"{family.method}-large", family.method] if family.large else [family.method]
-        for path in (shipped("recipes") / "ssl" / f"{name}.yaml" for name in names):
-            if path.is_file():
-                return path, f"no --recipe: {family.method} weights on ImageNet"
-    if init in (None, "none"):
+    if init == "none":
         return shipped("recipes") / "scratch.yaml", "no --recipe and no --init: from random weights"
+    on_hub = scheme == "hf" and any(name in data.lower() for name in ("imagenet-1k", "ilsvrc"))
+    if (not data or scheme == "imagenet" or on_hub) and (found := _family_recipe(str(init))):
+        return found
     return shipped("recipes") / "finetune.yaml", "no --recipe: fine-tuning on your images"
+
+
+def _family_recipe(init: str) -> tuple[Path, str] | None:
+    """The recipe for a family of weights on ImageNet, such as SimCLR's; None where there is none."""
+    try:
+        family = family_of(parse_init(init))
+    except Missing:  # told later, with all that is wrong with the settings
+        return None
+    if family is None:
+        return None
+    names = [f"{family.method}-large", family.method] if family.large else [family.method]
+    paths = [shipped("recipes") / "ssl" / f"{name}.yaml" for name in names]
+    path = next((path for path in paths if path.is_file()), None)
+    return None if path is None else (path, f"no --recipe: {family.method} weights on ImageNet")
 
 
 def find_recipe(name: str, below: str = "", *, builder: Path | None = None) -> Path:
@@ -137,7 +179,7 @@ def find_imagenet() -> tuple[str, str]:
     )
 
 
-def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path: Path, why: str) -> Resolved:
+def check(tree: dict[str, Any], given: Mapping[str, Any], sets: Sequence[str], path: Path, why: str) -> Resolved:
     """Put flags over the files' layers and validate once.
 
     Args:
@@ -148,28 +190,23 @@ def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path:
         why: this file, for people.
     """
     wrong: list[str] = []
-    layers = layers_of(tree, path)
-    plain = put_together(layers, None).tree
-    over = _flag_settings(given, plain, wrong) | set_settings(sets, wrong)
-    fraction, _ = over.get("fraction", (plain.get("fraction"), ""))
-    merged = put_together(layers, _share(fraction))
-    put_flags(merged, over)
-    if all(over.get(key, (None,))[0] is not None for key in ("steps", "epochs")):
+    files = files_of(tree, path)
+    plain = {key: value for file in reversed(files) for key, value in file.tree.items()}
+    over = _flag_settings(given, str(given.get("method", plain.get("method"))), wrong) | set_settings(sets, wrong)
+    if all(key in over and over[key].value is not None for key in LENGTHS):
         wrong.append("--steps and --epochs: give one of them")
-    if "steps" in over or "epochs" in over:
-        merged.forget("epochs" if "steps" in over else "steps")
-    _put_defaults(merged)
-    recipe = validated(FullRecipe, merged, path, wrong)
-    return Resolved(recipe=recipe, path=path, why=why, said_by=merged.said_by, sources=merged.sources)
-
-
-def _share(fraction: object) -> float | None:
-    """The run's fraction as a number; a wrong one is told when the whole recipe is validated."""
-    try:
-        share = float(str(fraction))
-    except ValueError:
-        return None
-    return share if 0 < share <= 1 else None
+        del over["epochs"]
+    fraction = over["fraction"].value if "fraction" in over else plain.get("fraction")
+    settings: Settings = {}
+    for layer in (layer for file in reversed(files) for layer in _layers(file, fraction)):
+        _forget_length(settings, layer)
+        merge(settings, layer)
+    _forget_length(settings, over)
+    for dotted, (value, speaker) in over.items():
+        put(settings, dotted, said(value, speaker))
+    settings = _on_defaults(settings)
+    recipe = validated(FullRecipe, settings, path, wrong)
+    return ResolvedAs(recipe=recipe, path=path, why=why, settings=settings)
 
 
 def to_yaml(recipe: BaseModel) -> str:
@@ -195,46 +232,48 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One file without what it builds on."""
+class File(NamedTuple):
+    """A recipe file, without what it builds on."""
 
     path: Path
+    tree: Mapping[str, Any]
     speaker: str  # who says its settings
-    settings: dict[str, Any]
-    sources: dict[str, str]  # dotted key, or a block's name: where the value is from
-    fractions: dict[float, dict[str, Any]]
 
 
-def layers_of(tree: Mapping[str, Any], path: Path) -> list[Layer]:
-    """The layers of a file whose contents are `tree`, the lowest base first."""
-    layers = [_layer(tree, path, "recipe")]
-    while (base := tree.get("base")) is not None:
-        below = find_recipe(str(base), builder=path)
-        if any(layer.path.resolve() == below.resolve() for layer in layers):
-            raise Problem(f"recipe {path.name}: base: {base} leads back to {below.name}, in a circle")
-        if len(layers) == LONGEST_CHAIN:
+def files_of(tree: Mapping[str, Any], path: Path) -> list[File]:
+    """The file whose contents are `tree`, then its base, the base of that, ..."""
+    files = [File(path, tree, "recipe")]
+    while (base := files[-1].tree.get("base")) is not None:
+        above = files[-1].path
+        below = find_recipe(str(base), builder=above)
+        if any(file.path.resolve() == below.resolve() for file in files):
+            raise Problem(f"recipe {above.name}: base: {base} leads back to {below.name}, in a circle")
+        if len(files) == LONGEST_CHAIN:
             raise Problem(
-                f"recipe {path.name}: base: {base}: too many levels of 'base:' (at most {LONGEST_CHAIN} files)."
+                f"recipe {above.name}: base: {base}: too many levels of 'base:' (at most {LONGEST_CHAIN} files)."
             )
-        tree, path = read_yaml(below), below
-        layers.append(_layer(tree, path, f"base {path.name}"))
-    return layers[::-1]
+        files.append(File(below, read_yaml(below), f"base {below.name}"))
+    return files
 
 
-def _layer(tree: Mapping[str, Any], path: Path, speaker: str) -> Layer:
-    settings = {
-        key: value for key, value in copy.deepcopy(dict(tree)).items() if key not in ("base", "fractions", "sources")
-    }
-    fractions = _fractions(tree.get("fractions"), f"recipe {path.name}: fractions")
-    keys = {dotted for entry in (settings, *fractions.values()) for dotted in paths(entry)}
-    sources = _sources(tree.get("sources"), keys, f"recipe {path.name}: sources")
-    return Layer(path=path, speaker=speaker, settings=settings, sources=sources, fractions=fractions)
+def _layers(file: File, fraction: object) -> list[Settings]:
+    """The settings of a file and, on top, those for the run's fraction of the labels."""
+    place = f"recipe {file.path.name}: "
+    tree, entries, sources = file.tree, {}, {}
+    if tree.get("fractions") is not None:
+        entries = _fractions(tree["fractions"], f"{place}fractions")
+    if tree.get("sources") is not None:
+        sources = _sources(tree["sources"], (tree, *entries.values()), f"{place}sources")
+    own = said(_own(tree), Speaker(file.speaker, place, sources))
+    return [own, _of_fraction(file, entries, sources, fraction)] if entries else [own]
+
+
+def _own(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among the keys of a file, or of its entry for a fraction."""
+    return {key: value for key, value in tree.items() if key not in ("base", "fractions", "sources")}
 
 
 def _fractions(value: object, place: str) -> dict[float, dict[str, Any]]:
-    if value is None:
-        return {}
     if not isinstance(value, dict) or not value:
         raise Problem(f"{place} must map shares of the labels to settings, as in fractions: {{0.01: {{epochs: 60}}}}")
     fractions = {}
@@ -246,66 +285,41 @@ def _fractions(value: object, place: str) -> dict[float, dict[str, Any]]:
         for name in ("fraction", "base", "fractions"):
             if name in entry:
                 raise Problem(f"{place}.{key:g}.{name} cannot be set there; the fraction is already chosen")
-        sources = _sources(entry.get("sources"), set(paths(entry)), f"{place}.{key:g}.sources")
-        fractions[float(key)] = copy.deepcopy(entry) | {"sources": sources}
+        if entry.get("sources") is not None:
+            _sources(entry["sources"], (entry,), f"{place}.{key:g}.sources")
+        fractions[float(key)] = entry
     return fractions
 
 
-def _sources(value: object, keys: set[str], place: str) -> dict[str, str]:
-    if value is None:
-        return {}
+def _sources(value: object, entries: Sequence[Mapping[str, Any]], place: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise Problem(f'{place} must map settings to words, as in sources: {{optimizer.lr: "SwAV README"}}')
+    keys = {dotted for entry in entries for dotted in flat(_own(entry))}
     blocks = {dotted.partition(".")[0] for dotted in keys}
     for dotted in value:
         if dotted not in keys | blocks:
             raise Problem(f"{place}.{dotted} is no setting of this file; {did_you_mean(str(dotted), sorted(keys))}")
-    return dict(value)
+    return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
-    """Layers put on top of each other; everything by dotted key."""
-
-    tree: dict[str, Any] = field(default_factory=dict)
-    said_by: dict[str, str] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)  # for messages: the file, and the entry in it
-    sources: dict[str, str] = field(default_factory=dict)
-
-    def add(self, settings: Mapping[str, Any], sources: Mapping[str, str], speaker: str, place: str) -> None:
-        """Put settings on top; the source of a value that they replace is removed too."""
-        if "steps" in settings or "epochs" in settings:
-            for key in {"steps", "epochs"} - settings.keys():
-                self.forget(key)
-        merge(self.tree, settings)
-        for dotted in paths(settings):
-            self.said_by[dotted], self.places[dotted] = speaker, place
-            self.sources.pop(dotted, None)
-            source = sources.get(dotted) or sources.get(dotted.partition(".")[0])
-            if source:
-                self.sources[dotted] = source
-
-    def forget(self, key: str) -> None:
-        for table in (self.tree, self.said_by, self.places, self.sources):
-            table.pop(key, None)
+def _of_fraction(
+    file: File, entries: Mapping[float, Mapping[str, Any]], sources: Mapping[str, str], fraction: object
+) -> Settings:
+    """The settings of the nearest entry; none for a wrong fraction, which is told with all that is wrong."""
+    try:
+        share = float(str(fraction))
+    except ValueError:
+        return {}
+    if not 0 < share <= 1:
+        return {}
+    near = nearest_fraction(share, entries)
+    about = f"fractions {near:g}" + ("" if near == share else f" (nearest to {share:g})")
+    place = f"recipe {file.path.name}: fractions.{near:g}."
+    own = {**sources, **(entries[near].get("sources") or {})}
+    return {**said(_own(entries[near]), Speaker(f"{file.speaker}, {about}", place, own))}
 
 
-def put_together(layers: list[Layer], fraction: float | None) -> Merged:
-    """Settings of all layers for a run on `fraction` of the labels; None: without their fractions."""
-    merged = Merged()
-    for layer in layers:
-        merged.add(layer.settings, layer.sources, layer.speaker, f"recipe {layer.path.name}: ")
-        if fraction is not None and layer.fractions:
-            near = nearest_fraction(fraction, layer.fractions)
-            entry = dict(layer.fractions[near])
-            sources = layer.sources | entry.pop("sources")
-            about = f"fractions {near:g}" + ("" if near == fraction else f" (nearest to {fraction:g})")
-            place = f"recipe {layer.path.name}: fractions.{near:g}."
-            merged.add(entry, sources, f"{layer.speaker}, {about}", place)
-    return merged
-
-
-def nearest_fraction(fraction: float, entries: Mapping[float, object]) -> float:
+def nearest_fraction(fraction: float, entries: Iterable[float]) -> float:
     """The entry nearest to a fraction on a log scale: 0.03 is nearer to 0.01 than to 0.1."""
     return min(sorted(entries), key=lambda entry: abs(math.log(entry / fraction)))
 
@@ -313,23 +327,23 @@ def nearest_fraction(fraction: float, entries: Mapping[float, object]) -> float:
 # ------------------------------------------------------------------------------------------ flags and defaults
 
 
-def _flag_settings(given: Mapping[str, Any], tree: dict[str, Any], wrong: list[str]) -> dict[str, tuple[Any, str]]:
-    method = str(given.get("method", tree.get("method")))
+def _flag_settings(given: Mapping[str, Any], method: str, wrong: list[str]) -> dict[str, Setting]:
+    """Flags by the dotted key of the setting that they write."""
     keys = FLAG_PATHS | (dict(get_method(method).flags) if method in METHODS else {})
-    over: dict[str, tuple[Any, str]] = {}
+    over: dict[str, Setting] = {}
     for key, value in given.items():
-        flag = "--" + key.replace("_", "-")
+        flag = flag_of(key) if key in SETTINGS else f"--set {key}"
         if key in METHOD_FLAGS and method in METHODS and key not in get_method(method).flags:
             owners = " or ".join(name for name in METHODS if key in get_method(name).flags)
             wrong.append(f"{flag} belongs to --method {owners}, and the method is {method}")
         else:
-            over[keys.get(key, key)] = (value, flag)
+            over[keys.get(key, key)] = Setting(value, Speaker(flag))
     return over
 
 
-def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]]:
-    """`--set KEY=VALUE` arguments as (value, speaker) by dotted key; what cannot be read goes into `wrong`."""
-    over: dict[str, tuple[Any, str]] = {}
+def set_settings(sets: Sequence[str], wrong: list[str]) -> dict[str, Setting]:
+    """`--set KEY=VALUE` arguments by dotted key; what cannot be read goes into `wrong`."""
+    over: dict[str, Setting] = {}
     for pair in sets:
         key, equals, text = pair.partition("=")
         key = key.strip().replace("-", "_")
@@ -341,63 +355,57 @@ def set_settings(sets: list[str], wrong: list[str]) -> dict[str, tuple[Any, str]
             if value is ...:
                 wrong.append(f"--set {pair}: the value is empty; write --set {key}=VALUE, or {key}=null for none")
             else:
-                over[key] = (value, f"--set {key}")
+                over[key] = Setting(value, Speaker(f"--set {key}"))
         except yaml.YAMLError as error:
             why = f" ({error.problem})" if isinstance(error, RefusedYaml) else ""
             wrong.append(f"--set {key}={short(text)}: {short(text)!r} is not a YAML value{why}")
     return over
 
 
-def put_flags(merged: Merged, over: Mapping[str, tuple[Any, str]]) -> None:
-    """Put (value, speaker) by dotted key on top."""
-    for dotted, (value, speaker) in over.items():
-        put(merged.tree, dotted, value)
-        merged.said_by[dotted] = speaker
-        for known in [key for key in merged.sources if key == dotted or key.startswith(f"{dotted}.")]:
-            del merged.sources[known]
+def _forget_length(settings: Settings, over: Mapping[str, Any]) -> None:
+    """Steps replace epochs, and epochs steps."""
+    for key in LENGTHS - over.keys() if LENGTHS & over.keys() else ():
+        settings.pop(key, None)
 
 
-def _put_defaults(merged: Merged) -> None:
-    """The variant's values for what nobody has set; an empty block for a method with a default for each setting."""
-    variant, method = merged.tree.get("variant"), merged.tree.get("method")
-    for dotted, value in VARIANTS.get(variant, {}).items() if isinstance(variant, str) else ():
-        block = dotted.rpartition(".")[0]
-        if dotted not in merged.said_by and (not block or isinstance(merged.tree.get(block), dict)):
-            put(merged.tree, dotted, value)
-            merged.said_by[dotted] = f"variant {variant}"
-    if isinstance(method, str) and method in METHODS:
-        settings = get_method(method).Block
-        if settings is not None and not any(field.is_required() for field in settings.model_fields.values()):
-            merged.tree.setdefault(get_method(method).block, {})
+def _on_defaults(settings: Settings) -> Settings:
+    """Settings on top of the variant's; an empty block for a method with a default for each setting."""
+    found = values(settings)
+    variant, block = str(found.get("variant")), BLOCKS_WITH_DEFAULTS.get(str(found.get("method")))
+    column = {key: value for key, value in VARIANTS.get(variant, {}).items()
+              if isinstance(settings.get(key), dict) or not isinstance(value, Mapping)}  # fmt: skip
+    defaults: Settings = {} if block is None else {block: {}}
+    merge(defaults, said(column, Speaker(f"variant {variant}")))
+    merge(defaults, settings)
+    return defaults
 
 
 # ------------------------------------------------------------------------------------------- errors in words
 
 
-def validated(model: type[Model], merged: Merged, path: Path, wrong: list[str]) -> Model:
+def validated(model: type[Model], settings: Settings, path: Path, wrong: list[str]) -> Model:
     """The checked settings, or a `Problem` with what is wrong with them after what was `wrong` already."""
     try:
-        recipe = model.model_validate(merged.tree)
+        recipe = model.model_validate(values(settings))
     except ValidationError as error:
-        raise Problem(*wrong, *_in_words(error, path, merged, model)) from error
+        raise Problem(*wrong, *_in_words(error, path, settings, model)) from error
     if wrong:
         raise Problem(*wrong)
     return recipe
 
 
-def _in_words(error: ValidationError, path: Path, merged: Merged, model: type[BaseModel]) -> list[str]:
+def _in_words(error: ValidationError, path: Path, settings: Settings, model: type[BaseModel]) -> list[str]:
     """Each of pydantic's complaints as a sentence that names the flag or the key."""
     sentences: list[str] = []
-    items = error.errors()
+    items, known = error.errors(), flat(settings)
     for number, item in enumerate(items):
         if len(sentences) == MOST_SENTENCES:
             return [*sentences, f"recipe {path.name}: up to {len(items) - number:,} more problems of this kind"]
         unions = ("int", "str", "float")  # pydantic's names of a union's branches
         dotted = ".".join(str(part) for part in item["loc"] if "[" not in str(part) and part not in unions)
-        setting = dotted if dotted in merged.said_by else dotted.rpartition(".")[0]  # std.0 is part of --set std
-        speaker = merged.said_by.get(setting, "recipe")
-        place = merged.places.get(dotted, f"recipe {path.name}: ")
-        where = speaker if speaker.startswith("--") else f"{place}{dotted}"
+        setting = known.get(dotted) or known.get(dotted.rpartition(".")[0])  # std.0 is part of --set std
+        speaker = Speaker("recipe") if setting is None else setting.speaker
+        where = speaker.name if speaker.name.startswith("--") else f"{speaker.place or f'recipe {path.name}: '}{dotted}"
         if item["type"] == "extra_forbidden":
             found = [f"{short(where)}: unknown key; {_nearest_key(dotted, model)}"]
         elif item["type"] == "missing":
@@ -430,9 +438,36 @@ def short(text: str) -> str:
 # ----------------------------------------------------------------------------------------------------- trees
 
 
-def paths(tree: Mapping[str, Any]) -> list[str]:
-    """Every leaf's dotted key; `sources` is none."""
-    return list(flat({key: value for key, value in tree.items() if key != "sources"}))
+def said(value: Any, speaker: Speaker) -> Any:
+    """A value, or each value of a block, with who says so."""
+    if isinstance(value, Mapping):
+        return {key: said(each, speaker) for key, each in value.items()}
+    return Setting(value, speaker)
+
+
+def values(settings: Settings) -> dict[str, Any]:
+    """Settings as a file has them."""
+    return {key: values(each) if isinstance(each, dict) else each.value for key, each in settings.items()}
+
+
+def merge(settings: Settings, over: Settings) -> None:
+    """Put settings on top of others, in place, key by key."""
+    for key, value in over.items():
+        below = settings.get(key)
+        if isinstance(value, dict) and isinstance(below, dict):
+            merge(below, value)
+        else:
+            settings[key] = value
+
+
+def put(settings: Settings, dotted: str, value: Any) -> None:
+    """Put one setting, or a block, in its place."""
+    *blocks, last = dotted.split(".")
+    for block in blocks:
+        inner = settings.get(block)
+        settings[block] = inner if isinstance(inner, dict) else {}
+        settings = settings[block]
+    settings[last] = value
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -441,23 +476,3 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return leaves
-
-
-def merge(tree: dict[str, Any], over: Mapping[str, Any]) -> None:
-    """Put `over` on top of `tree`, in place, key by key."""
-    for key, value in over.items():
-        below = tree.get(key)
-        if isinstance(value, dict) and isinstance(below, dict):
-            merge(below, value)
-        else:
-            tree[key] = copy.deepcopy(value)
-
-
-def put(tree: dict[str, Any], dotted: str, value: Any) -> None:
-    """Set one leaf by its dotted key."""
-    *blocks, last = dotted.split(".")
-    for block in blocks:
-        inner = tree.get(block)
-        tree[block] = inner if isinstance(inner, dict) else {}
-        tree = tree[block]
-    tree[last] = value

@@ -7,7 +7,7 @@ Order of precedence: flags, then the recipe, then the variant's column for what 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, create_model, model_validator
@@ -53,12 +53,12 @@ def _known_trunk(text: str) -> str:
 
 # Where the paper and its published code disagree; a recipe field that is set wins over its column.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "paper": {"head_bias": "zero", "evaluate.prediction_set": "threshold"},
-    "published": {"head_bias": "prior", "evaluate.prediction_set": "argmax_or_threshold"},
+    "paper": {"head_bias": "zero", "evaluate": {"prediction_set": "threshold"}},
+    "published": {"head_bias": "prior", "evaluate": {"prediction_set": "argmax_or_threshold"}},
 }
 for _method in map(get_method, METHODS):
     for _variant, _fields in _method.variants.items():
-        VARIANTS[_variant] |= {f"{_method.block}.{key}": value for key, value in _fields.items()}
+        VARIANTS[_variant][_method.block] = _fields
 
 
 class Optimizer(Section):
@@ -299,6 +299,12 @@ class Recipe(Section):
 _BLOCKS: dict[str, Any] = {
     method.block: (method.Block | None, None) for method in map(get_method, METHODS) if method.Block is not None
 }
+# Method: its block, where that has a default for each setting.
+BLOCKS_WITH_DEFAULTS = {
+    method.name: method.block
+    for method in map(get_method, METHODS)
+    if method.Block is not None and not any(field.is_required() for field in method.Block.model_fields.values())
+}
 FullRecipe: type[Recipe] = create_model("Recipe", __base__=Recipe, __doc__=Recipe.__doc__, **_BLOCKS)
 
 
@@ -311,30 +317,30 @@ def tell_all(found: Iterable[Conflict]) -> None:
         raise ValueError("\n".join(sentences))
 
 
-def conflicts(recipe: Recipe) -> Iterator[Conflict]:
+def conflicts(recipe: Recipe) -> list[Conflict]:
     """Every conflict that a recipe can have."""
-    yield ((recipe.steps is None) == (recipe.epochs is None), "give either steps or epochs (flags --steps, --epochs)")
-    yield from _of_method(recipe)
-    yield from _of_teacher(recipe)
-    yield from _of_trunk(recipe)
-    yield from _of_optimizer(recipe)
+    return [
+        ((recipe.steps is None) == (recipe.epochs is None), "give either steps or epochs (flags --steps, --epochs)"),
+        *_of_method(recipe),
+        *_of_teacher(recipe),
+        *_of_trunk(recipe),
+        *_of_optimizer(recipe),
+    ]
 
 
-def _of_method(recipe: Recipe) -> Iterator[Conflict]:
+def _of_method(recipe: Recipe) -> list[Conflict]:
     """A method and its settings."""
     name, method, needs = recipe.method, recipe.method_value, recipe.method_value.needs
     who = f"method {name}" if method.name == name else "--rho auto"
     missing = [key for key in method.blocks if recipe.own_block(key) is None]
-    yield from ((True, f"{who} needs a block {key}: in the recipe") for key in missing)
-    if not missing:
-        yield from ((True, sentence) for sentence in method.check(recipe.block, recipe))
-        yield (
-            recipe.views != "same" and recipe.labels_once_per_cycle,
-            f"views: {recipe.views} is for labels of each batch; with pseudo_labels: cycle the teacher sees the plain "
-            "view already, so leave views out",
-        )
+    own = [] if missing else method.check(recipe.block, recipe)
     mixed = next((key for key in ("mixup", "cutmix") if getattr(recipe.augment, key)), None)
-    yield from [
+    return [
+        *((True, f"{who} needs a block {key}: in the recipe") for key in missing),
+        *((True, sentence) for sentence in own),
+        (not missing and recipe.views != "same" and recipe.labels_once_per_cycle,
+         f"views: {recipe.views} is for labels of each batch; with pseudo_labels: cycle the teacher sees the plain "
+         "view already, so leave views out"),
         (mixed is not None and not needs.isdisjoint({"environments", "image_state"}),
          f"augment.{mixed} mixes images, and method {name} needs to know where each came from: set it to 0"),
         (recipe.label_smoothing > 0 and "hard_labels" in needs,

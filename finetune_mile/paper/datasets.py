@@ -7,6 +7,8 @@ not on a run's seed.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +21,8 @@ from finetune_mile.core.types import Preprocess
 from finetune_mile.images.index import Data, ImageSet
 from finetune_mile.images.order import permutation, uniforms
 from finetune_mile.images.pipeline import centre_view
-from finetune_mile.images.sources import check_choices, folder, read_options
-from finetune_mile.images.sources.grids import make_grids, read_grid_options, shrunk
+from finetune_mile.images.sources import folder, read_options
+from finetune_mile.images.sources.grids import CENTRE, Layout, make_grids
 from finetune_mile.paper.idx import find_mnist, read_mnist
 
 if TYPE_CHECKING:
@@ -33,8 +35,69 @@ HALVES = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2
 MARGIN = 4  # columns on either side of a digit that hold next to nothing
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridOptions:
+    """The options that sources of grids share, read from the name of the data."""
+
+    place: str
+    layout: Layout
+    cell: int  # pixels of a cell's side
+    train: int  # grids
+    val: int
+    draw: int  # another number: other grids
+    others: dict[str, str]
+
+
+def read_grid_options(
+    where: str, flag: str, *, cell: int, train: int, val: int, others: tuple[str, ...] = ()
+) -> GridOptions:
+    """`DIR?rows=2&share=0.55&train=20000`; the defaults are the paper's 3x3 grid, and the sizes given here."""
+    place, options = read_options(where, ("rows", "share", "single", "cell", "train", "val", "draw", *others), flag)
+
+    def number(key: str, default: float, low: float, high: float, kind: type[int] | type[float] = int) -> float:
+        text = options.get(key)
+        try:
+            value = default if text is None else kind(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            noun = "whole number" if kind is int else "number"
+            raise Problem(f"{flag}: {key}={text} must be a {noun} from {low:g} to {high:g}")
+        return value
+
+    return GridOptions(
+        place=place,
+        layout=Layout(
+            rows=int(number("rows", 3, 1, 10)),
+            share=number("share", CENTRE, 0, 1, float),
+            single=number("single", 0, 0, 1, float),
+        ),
+        cell=int(number("cell", cell, 4, 512)),
+        train=int(number("train", train, 1, 10_000_000)),
+        val=int(number("val", val, 1, 10_000_000)),
+        draw=int(number("draw", 0, 0, 1_000_000)),
+        others={key: options[key] for key in others if key in options},
+    )
+
+
+def shrunk(pictures: Tensor, side: int, width: int | None = None) -> Tensor:
+    """Pictures (N, H, W) uint8 averaged down to (N, side, width), a square where there is no width."""
+    size = (side, width or side)
+    if pictures.shape[-2:] == size:
+        return pictures
+    small = torch.nn.functional.adaptive_avg_pool2d(pictures.unsqueeze(1).float(), size).squeeze(1)
+    return small.round().to(torch.uint8)
+
+
+def check_choices(options: Mapping[str, str], allowed: Mapping[str, Iterable[str]], flag: str) -> None:
+    """Refuse an option whose value is not one of its few allowed words."""
+    for key, words in allowed.items():
+        if key in options and options[key] not in words:
+            raise Problem(f"{flag}: {key}={options[key]} must be one of {', '.join(words)}")
+
+
 @functools.lru_cache(maxsize=2)
-def multi_mnist(where: str) -> Data:
+def multi_mnist(where: str, flag: str = "--data multi-mnist") -> Data:
     """Multi-MNIST (the paper, Sec. 4.4): grids of 42x42 pixels, made of MNIST digits, with one given label each.
 
     The training grids are made of training digits, the validation grids of test digits.
@@ -43,12 +106,13 @@ def multi_mnist(where: str) -> Data:
         where: a directory with the idx files, and options: `DIR?rows=2&share=0.55&single=0.5&cell=14&train=60000&
             val=10000&draw=1&half=even` (half: which of the test digits), `digits=2` for cells with numbers from 00 to
             99 (100 classes), `download=yes` to let torchvision fetch.
+        flag: with its text, for messages.
     """
     choices = {"half": tuple(HALVES), "digits": ("1", "2"), "download": ("yes", "no")}
-    options = read_grid_options("multi-mnist", where, cell=14, train=60_000, val=10_000, others=tuple(choices))
-    check_choices("multi-mnist", where, options.others, choices)
+    options = read_grid_options(where, flag, cell=14, train=60_000, val=10_000, others=tuple(choices))
+    check_choices(options.others, choices, flag)
     length = options.others.get("digits", "1")
-    mnist = read_mnist(find_mnist("multi-mnist", options.place, options.others.get("download") == "yes"))
+    mnist = read_mnist(find_mnist("multi-mnist", options.place, flag, options.others.get("download") == "yes"))
     test_part = HALVES[options.others.get("half", "all")]
     sets = []
     for number, name, images, labels, part, count in (
@@ -82,16 +146,17 @@ def _two_digits(
 
 
 @functools.lru_cache(maxsize=2)
-def mosaic(where: str) -> Data:
+def mosaic(where: str, flag: str) -> Data:
     """Grids of the photos in class folders, one given label each; those for training are made of training photos alone.
 
     Args:
         where: what `folder:` takes, and options: `DIR?rows=2&share=0.6&single=0.2&cell=32&train=20000&val=5000&draw=1`,
             also the folder's own `depth` and `val_from` (its `val`).
+        flag: with its text, for messages.
     """
-    options = read_grid_options("mosaic", where, cell=32, train=20_000, val=5_000, others=("depth", "val_from"))
+    options = read_grid_options(where, flag, cell=32, train=20_000, val=5_000, others=("depth", "val_from"))
     query = "&".join(f"{key.removesuffix('_from')}={value}" for key, value in options.others.items())
-    photos = folder.load(f"{options.place}?{query}" if query else options.place)
+    photos = folder.load(f"{options.place}?{query}" if query else options.place, flag)
     sets = [
         make_grids(
             _small_photos(images, options.cell), images.given.numpy(), np.arange(len(images)), count,
@@ -126,7 +191,7 @@ CHANNELS = (1, 0)  # of green and red in RGB
 AT_TEST = {"random-colours": 0.5, "10%": 0.1}  # protocols besides leave-one-out: how often the colour is the label's
 
 
-def colored_mnist(where: str) -> Data:
+def colored_mnist(where: str, flag: str) -> Data:
     """ColoredMNIST (Arjovsky et al.; DomainBed): is the digit below five? Its colour tells too, but not at test time.
 
     A label is flipped with probability 0.25, so a classifier of the shape alone cannot score above 75 %.
@@ -134,29 +199,30 @@ def colored_mnist(where: str) -> Data:
     Args:
         where: `DIR?protocol=leave-one-out|random-colours|10%&test=0|1|2&side=14|28&draw=0&download=yes`. `test` is the
             environment that leave-one-out holds out; another `draw` gives other labels, colours and environments.
+        flag: with its text, for messages.
     """
-    return _coloured("colored-mnist", where, blank=0.0)
+    return _coloured("colored-mnist", where, flag, blank=0.0)
 
 
-def colored_mnist_plus(where: str) -> Data:
+def colored_mnist_plus(where: str, flag: str) -> Data:
     """ColoredMNIST+ (the paper's own): a third of the training images show no digit, only a colour, which is the label.
 
     It has two more classes, the colours. All validation images show digits.
     """
-    return _coloured("colored-mnist+", where, blank=BLANK)
+    return _coloured("colored-mnist+", where, flag, blank=BLANK)
 
 
-def _coloured(scheme: str, where: str, *, blank: float) -> Data:
+def _coloured(scheme: str, where: str, flag: str, *, blank: float) -> Data:
     """Digits of two environments to train on, and of the protocol's other one to evaluate on.
 
     Leave-one-out deals all of MNIST to three environments, as DomainBed does. The other protocols deal MNIST's training
     images to the environments of 90 % and 80 %, and colour its test images anew.
     """
-    place, options = _colour_options(scheme, where)
-    mnist = read_mnist(find_mnist(scheme, place, options["download"] == "yes"))
+    place, options = _colour_options(where, flag)
+    mnist = read_mnist(find_mnist(scheme, place, flag, options["download"] == "yes"))
     small = min(len(mnist["train_images"]), len(mnist["test_images"]))
     if small < len(AGREES):
-        raise Problem(f"--data {scheme}:{where}: {small} images are too few for {len(AGREES)} environments")
+        raise Problem(f"{flag}: {small} images are too few for {len(AGREES)} environments")
     step = 2 if options["side"] == "14" else 1
     train, test = (images[:, ::step, ::step] for images in (mnist["train_images"], mnist["test_images"]))
     pictures = torch.cat([train, test]).contiguous()  # (N, s, s) uint8
@@ -198,19 +264,19 @@ def _coloured(scheme: str, where: str, *, blank: float) -> Data:
     )  # fmt: skip
 
 
-def _colour_options(scheme: str, where: str) -> tuple[str, dict[str, str]]:
+def _colour_options(where: str, flag: str) -> tuple[str, dict[str, str]]:
     """The place and all options, checked, with defaults for those that were not given."""
     defaults = {"protocol": "leave-one-out", "test": "2", "draw": "0", "side": "28", "download": "no"}
-    place, given = read_options(scheme, where, tuple(defaults))
+    place, given = read_options(where, tuple(defaults), flag)
     protocols = ("leave-one-out", *AT_TEST)
     allowed = {"protocol": protocols, "test": ("0", "1", "2"), "side": ("14", "28"), "download": ("yes", "no")}
-    check_choices(scheme, where, given, allowed)
+    check_choices(given, allowed, flag)
     options = defaults | given
     if not options["draw"].isdecimal():
-        raise Problem(f"--data {scheme}:{where}: draw={options['draw']} must be a whole number, 0 or more")
+        raise Problem(f"{flag}: draw={options['draw']} must be a whole number, 0 or more")
     if "test" in given and options["protocol"] != "leave-one-out":
         has = f"{options['protocol']} has one test set"
-        raise Problem(f"--data {scheme}:{where}: test= is for protocol=leave-one-out; {has}")
+        raise Problem(f"{flag}: test= is for protocol=leave-one-out; {has}")
     return place, options
 
 

@@ -22,12 +22,13 @@ NAMES = {
 BELOW = ("", "raw", "MNIST/raw")  # the last one is torchvision's layout
 
 
-def find_mnist(scheme: str, place: str, download: bool = False) -> dict[str, Path]:
+def find_mnist(scheme: str, place: str, flag: str, download: bool = False) -> dict[str, Path]:
     """The four files in `place`; without a place in MNIST_DIR, else in data/mnist.
 
     Args:
         scheme: of --data, for messages.
         place: a directory, or nothing.
+        flag: with its text, for messages.
         download: let torchvision fetch the files into the place if they are not there.
     """
     folder = Path(place or os.environ.get("MNIST_DIR") or "data/mnist")
@@ -46,10 +47,10 @@ def find_mnist(scheme: str, place: str, download: bool = False) -> dict[str, Pat
         try:
             MNIST(str(folder), download=True)
         except (RuntimeError, OSError) as error:
-            raise Problem(f"--data {scheme}:{place}: MNIST could not be downloaded ({error})") from error
-        return find_mnist(scheme, place)
+            raise Problem(f"{flag}: MNIST could not be downloaded ({error})") from error
+        return find_mnist(scheme, place, flag)
     raise Problem(
-        f"--data {scheme}:{place}: MNIST's four idx files are not in {folder}. Use {scheme}:DIR, or set MNIST_DIR, "
+        f"{flag}: MNIST's four idx files are not in {folder}. Use {scheme}:DIR, or set MNIST_DIR, "
         f"or let torchvision download them with {scheme}:{folder}?download=yes."
     )
 

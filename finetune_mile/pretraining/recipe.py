@@ -5,14 +5,25 @@ As in `config/schema.py`, nothing that changes a number has a hidden default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
 
-from finetune_mile.config.resolve import FLAG_PATHS, Merged, find_recipe, put_flags, read_yaml, set_settings, validated
+from finetune_mile.config.flags import flag_of
+from finetune_mile.config.resolve import (
+    FLAG_PATHS,
+    ResolvedAs,
+    Setting,
+    Speaker,
+    find_recipe,
+    put,
+    read_yaml,
+    said,
+    set_settings,
+    validated,
+)
 from finetune_mile.config.schema import tell_all
 from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, NO, Amount, Positive, Section, Seed
 
@@ -181,17 +192,10 @@ class Pretrain(Section):
         }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedPretrain:
-    """A checked recipe, the file it came from, and for each setting who said it."""
-
-    recipe: Pretrain
-    path: Path
-    why: str
-    said_by: Mapping[str, str]
+ResolvedPretrain: TypeAlias = ResolvedAs[Pretrain]
 
 
-def resolve(flags: Mapping[str, Any], sets: list[str]) -> ResolvedPretrain:
+def resolve(flags: Mapping[str, Any], sets: Sequence[str]) -> ResolvedPretrain:
     """Flags over recipe, checked; every problem is raised in one go.
 
     Args:
@@ -207,12 +211,14 @@ def resolve(flags: Mapping[str, Any], sets: list[str]) -> ResolvedPretrain:
     return check(read_yaml(path), {k: v for k, v in flags.items() if k != "recipe"}, sets, path, why)
 
 
-def check(tree: dict[str, Any], given: Mapping[str, Any], sets: list[str], path: Path, why: str) -> ResolvedPretrain:
+def check(
+    tree: dict[str, Any], given: Mapping[str, Any], sets: Sequence[str], path: Path, why: str
+) -> ResolvedPretrain:
     """Put the layers on top of each other and validate once."""
     wrong: list[str] = []
-    flags = {FLAG_PATHS.get(key, key): (value, "--" + key.replace("_", "-")) for key, value in given.items()}
-    merged = Merged()
-    merged.add(tree, {}, "recipe", f"recipe {path.name}: ")
-    put_flags(merged, flags | set_settings(sets, wrong))
-    recipe = validated(Pretrain, merged, path, wrong)
-    return ResolvedPretrain(recipe=recipe, path=path, why=why, said_by=merged.said_by)
+    flags = {FLAG_PATHS.get(key, key): Setting(value, Speaker(flag_of(key))) for key, value in given.items()}
+    settings = said(tree, Speaker("recipe", f"recipe {path.name}: "))
+    for dotted, (value, speaker) in (flags | set_settings(sets, wrong)).items():
+        put(settings, dotted, said(value, speaker))
+    recipe = validated(Pretrain, settings, path, wrong)
+    return ResolvedAs(recipe=recipe, path=path, why=why, settings=settings)

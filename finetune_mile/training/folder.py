@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from finetune_mile.config.flags import RunOptions
 from finetune_mile.config.resolve import flat, read_yaml
 from finetune_mile.core.files import load_yaml_file, locked, whole_file, write_json
 from finetune_mile.core.problems import Problem
@@ -123,7 +124,7 @@ def resumed_recipe(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def choose_folder(
-    options: Any, name: str, requested: BaseModel, read: Callable[[dict[str, Any], Path], BaseModel]
+    options: RunOptions, name: str, requested: BaseModel, read: Callable[[dict[str, Any], Path], BaseModel]
 ) -> tuple[Path, bool]:
     """The folder of a run, and whether a run in it is continued; told by the first process to all.
 
@@ -152,7 +153,7 @@ def choose_folder(
 
 
 def _choose_folder(
-    options: Any, name: str, requested: BaseModel, read: Callable[[dict[str, Any], Path], BaseModel]
+    options: RunOptions, name: str, requested: BaseModel, read: Callable[[dict[str, Any], Path], BaseModel]
 ) -> tuple[Path, bool]:
     if isinstance(options.resume, Path):
         return options.resume, True

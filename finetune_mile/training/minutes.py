@@ -6,7 +6,6 @@ other one in `not-kept` inside it. Until then the first model is in that folder:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune_mile.config.flags import given_settings
+from finetune_mile.config.flags import RunOptions
 from finetune_mile.config.resolve import Resolved, check, resolve
 from finetune_mile.core.files import write_json
 from finetune_mile.core.problems import Problem
@@ -74,16 +73,15 @@ class Made:
 
 
 def run_minutes(
-    options: argparse.Namespace, prepare: Callable[[argparse.Namespace], tuple[Resolved, Path, Init, Init | None]]
+    options: RunOptions, prepare: Callable[[RunOptions], tuple[RunOptions, Resolved, Path, Init, Init | None]]
 ) -> int:
     """`run --minutes N`: the command; `prepare` is that of run.py."""
-    problems = []
-    if not 0 < options.minutes <= MOST_MINUTES:
-        problems.append(f"--minutes {options.minutes:g}: must be above 0 and at most {MOST_MINUTES:,}")
+    problems, minutes = [], options.minutes or 0.0
+    if not 0 < minutes <= MOST_MINUTES:
+        problems.append(f"--minutes {minutes:g}: must be above 0 and at most {MOST_MINUTES:,}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         problems.append("--minutes runs in one process: start it without accelerate launch or torchrun")
-    settings = given_settings(options)
-    keys = {text.partition("=")[0].strip() for text in options.sets} | settings.keys()
+    keys = {text.partition("=")[0].strip() for text in options.sets} | options.settings.keys()
     chosen = [f"--{key}" for key in ("steps", "epochs", "trunk", "size") if key in keys]
     if chosen:
         problems.append(f"--minutes chooses what is trained, at which size and how long: leave out {', '.join(chosen)}")
@@ -93,7 +91,7 @@ def run_minutes(
         problems.append(f"--minutes makes new runs, more than one: leave out {', '.join(chosen)}")
     if problems:
         raise Problem(*problems)
-    clock, (resolved, path, init, teacher), parent = Clock(options.minutes), prepare(options), os.getppid()
+    clock, (_, resolved, path, init, teacher), parent = Clock(minutes), prepare(options), os.getppid()
     if resolved.recipe.init == "none":
         raise Problem("--minutes begins with the features of a checkpoint: add --init CHECKPOINT")
     from finetune_mile.training.processes import Signals
@@ -101,7 +99,7 @@ def run_minutes(
     with Signals(parent) as signals:
         made = train_in_time(
             clock,
-            lambda sets: resolve(settings, [*options.sets, *sets]),
+            lambda sets: resolve(options.given, [*options.sets, *sets]),
             init,
             path,
             signals,

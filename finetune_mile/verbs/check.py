@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_mile.checkpoints.init import parse_init, parse_source
-from finetune_mile.config.flags import Parser, given_settings
+from finetune_mile.config.flags import Parser
 from finetune_mile.config.flags import parse as parse_run
 from finetune_mile.config.resolve import resolve_anywhere
 from finetune_mile.core.problems import Problem, tell
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 a check failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
     options, rest = build_parser().parse_known_args(argv)
     run = parse_run(rest)
-    settings, sets = given_settings(run), run.sets
+    settings, sets = run.given, run.sets
     images, bank = _count("--images", options.images), _count("--bank", options.bank)
     if options.table is not None:
         if settings or run.out:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_mile.checkpoints.init import Init
-from finetune_mile.config.flags import Parser
+from finetune_mile.config.flags import Parser, init_text
 from finetune_mile.images.index import say_skipped
 from finetune_mile.images.sources import load_data
 from finetune_mile.training.embedding import Embedding, add_flags, check_flags
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 def check(options: argparse.Namespace) -> tuple[argparse.Namespace, Init]:
     """Refuse what cannot work; the checkpoint of --init."""
-    (init,) = check_flags(options, [options.init])
+    (init,) = check_flags(options, [init_text(options.init, options.format)])
     return options, init
 
 

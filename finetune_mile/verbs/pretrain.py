@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from finetune_mile.config.flags import RESUME, Parser, given_settings, read_flags, resumed
+from finetune_mile.config.flags import RESUME, Parser, RunOptions, number, read_flags, resumed
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
 from finetune_mile.pretraining.recipe import Method, ResolvedPretrain, check, resolve
@@ -37,10 +38,10 @@ def build_parser() -> Parser:
     parser.add_argument("--method", help=" | ".join(get_args(Method)))
     parser.add_argument("--data", help="any --data of `run`, or a folder of unlabelled images; labels are not used")
     parser.add_argument("--arch", help="network, such as resnet-mini, resnet18-cifar, resnet50, timm:NAME")
-    parser.add_argument("--steps", help="optimiser steps")
-    parser.add_argument("--batch-size", help="images per step, over all processes")
-    parser.add_argument("--lr", help="base learning rate")
-    parser.add_argument("--seed", help="of weights, order and views")
+    parser.add_argument("--steps", type=number, help="optimiser steps")
+    parser.add_argument("--batch-size", type=number, help="images per step, over all processes")
+    parser.add_argument("--lr", type=number, help="base learning rate")
+    parser.add_argument("--seed", type=number, help="of weights, order and views")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                         help="any other setting of the recipe, such as simclr.temperature=0.1")  # fmt: skip
     parser.add_argument("--out", type=Path, help="run folder (default: runs/pretrain-<number>)")
@@ -53,21 +54,24 @@ def build_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 the run failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
     options = read_flags(build_parser(), argv, SETTINGS)
-    resolved, path = prepare(options)
-    return run(resolved, path, options)
+    return run(*prepare(options))
 
 
-def prepare(options: argparse.Namespace) -> tuple[ResolvedPretrain, Path]:
-    """All that can be checked before torch is imported; nothing is written."""
+def prepare(options: RunOptions) -> tuple[RunOptions, ResolvedPretrain, Path]:
+    """All that can be checked before torch is imported; nothing is written.
+
+    In the returned options `resume` is a folder or None.
+    """
     if isinstance(options.resume, Path):
-        return resumed_settings(options.resume), options.resume
-    resolved = resolve(given_settings(options, SETTINGS), options.sets)
+        return options, resumed_settings(options.resume), options.resume
+    resolved = resolve(options.settings, options.sets)
     split_name(resolved.recipe.data)
     path, begun = choose_folder(
         options, "pretrain", resolved.recipe, lambda tree, file: check(tree, {}, [], file, "--resume").recipe
     )
-    options.resume = path if begun else None
-    return resumed_settings(path) if begun else resolved, path
+    if begun:
+        return replace(options, resume=path), resumed_settings(path), path
+    return replace(options, resume=None), resolved, path
 
 
 def resumed_settings(folder: Path) -> ResolvedPretrain:
@@ -77,7 +81,7 @@ def resumed_settings(folder: Path) -> ResolvedPretrain:
     return check(tree, {}, [], path, "--resume")
 
 
-def run(resolved: ResolvedPretrain, path: Path, options: argparse.Namespace) -> int:
+def run(options: RunOptions, resolved: ResolvedPretrain, path: Path) -> int:
     """The run itself; from here on torch is needed."""
     if options.resume is not None and not options.explain and is_finished(path):
         return say_finished(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.checkpoints.init import Init
-from finetune_mile.config.flags import Parser, check_all, outside
+from finetune_mile.config.flags import Parser, check_all, init_text, outside
 from finetune_mile.core.files import write_json
 from finetune_mile.training.embedding import Embedding, add_flags, check_flags, probe_checkpoints
 
@@ -63,7 +63,7 @@ def check(options: argparse.Namespace) -> tuple[argparse.Namespace, list[Init]]:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             problems.append(f"{flag} {path}: {'is a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
     check_all(problems)
-    return options, check_flags(options, options.init)
+    return options, check_flags(options, [init_text(text, options.format) for text in options.init])
 
 
 def compute(

@@ -12,6 +12,7 @@ from rich.console import Console
 from finetune_mile.checkpoints.cards import find_card
 from finetune_mile.checkpoints.init import parse_init
 from finetune_mile.checkpoints.listing import cards_table, choose_cards, facts_of, summary
+from finetune_mile.config.flags import init_text
 from finetune_mile.config.weights_flags import build_parser
 from finetune_mile.core.problems import Problem
 
@@ -21,6 +22,8 @@ _LINE = 150  # characters of a line of `ls` with all columns
 def main(argv: list[str]) -> int:
     """Run one verb; 0 fine, 1 the check failed, 2 the command or its input was wrong."""
     args = build_parser().parse_args(argv)
+    if "format" in args:
+        args.init = init_text(args.init, args.format)
     verbs = {"ls": _ls, "show": _show, "check": _check, "convert": _convert, "add": _add, "verify": _verify}
     return verbs[args.verb](args)
 

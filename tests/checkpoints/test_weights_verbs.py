@@ -144,7 +144,7 @@ def test_check_answers_in_one_screen(file: Path, capsys: pytest.CaptureFixture[s
     assert {"no dilation", "features are the mean over the last map"} <= set(re.findall(r"assumed: (.*)", out))
     words = shlex.split(lines["use it"])
     parsed = parse(words[2:])
-    assert finetune_mile.load(parsed.init).report.arch == "resnet-demo"
+    assert finetune_mile.load(parsed.given["init"]).report.arch == "resnet-demo"
 
 
 def test_check_against_another_checkpoint(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +182,7 @@ def test_format_is_an_answer_on_the_command_line(tmp_path: Path, capsys: pytest.
     """`--format` is a part of --init, so that a recipe and a resumed run keep it; every verb with --init has it."""
     state = {name: torch.rand(tensor.shape) for name, tensor in trunk("resnet-demo").items() if tensor.ndim}
     torch.save(state, tmp_path / "mine.pth")
-    assert parse(["--init", "mine.pth", "--format", "solo-learn"]).init == "mine.pth::format=solo-learn"
+    assert parse(["--init", "mine.pth", "--format", "solo-learn"]).given["init"] == "mine.pth::format=solo-learn"
     assert main(["check", str(tmp_path / "mine.pth"), "--format", "byol-convert", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["padding"] == "same"
     assert finetune_mile.load(str(tmp_path / "mine.pth"), format="byol-convert").report.padding == "same"

@@ -21,7 +21,7 @@ from finetune_mile.config.resolve import resolve
 from finetune_mile.measures.intervals import wilson
 from finetune_mile.measures.metrics import Measured
 from finetune_mile.measures.verdicts import over, units, worse_than_probe
-from finetune_mile.run import main, without
+from finetune_mile.run import main
 from finetune_mile.training import plan as planning
 from finetune_mile.training import start as starts
 from finetune_mile.training.explain import how_far, variant_of
@@ -30,8 +30,8 @@ from finetune_mile.training.setup import Viewer
 from finetune_mile.training.train import not_rejected
 
 LITTLE = ["--init", "simclr-demo", "--set", "size=24", "--set", "workers=0", "--set", "checkpoint_every=4"]
-LITTLE += ["--steps", "12", "--k-t", "3", "--k-s", "3", "--batch-size", "8", "--set", "log_every=1"]
-LITTLE += ["--set", "precision=no"]
+LITTLE += ["--steps", "12", "--batch-size", "8", "--set", "log_every=1", "--set", "precision=no"]
+NO_PHASES, LITTLE = LITTLE, [*LITTLE, "--k-t", "3", "--k-s", "3"]
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ def test_no_warm_up_is_asked_for_where_the_classifier_starts_as_a_probe():
 @pytest.mark.parametrize("method", ["mile", pytest.param("softmax", marks=pytest.mark.slow)])
 def test_the_closing_lines_say_which_weights_probe_and_threshold_there_were(photos, tmp_path, capsys, method):
     out = tmp_path / "run"
-    flags = LITTLE if method == "mile" else without(LITTLE, "--k-t", "--k-s")
+    flags = LITTLE if method == "mile" else NO_PHASES
     assert main([*flags, "--data", f"folder:{photos}", "--out", str(out), "--method", method]) == 0
     printed = capsys.readouterr()
     (line,) = [line for line in printed.err.splitlines() if line.startswith("warning: --init simclr-demo")]

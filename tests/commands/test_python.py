@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -19,9 +20,10 @@ from torch import nn
 
 import finetune_mile
 from finetune_mile import Problem, Run, api
+from finetune_mile.config.flags import RunOptions
 from finetune_mile.core.in_memory import named
 from finetune_mile.images.sources import load_data
-from finetune_mile.run import main
+from finetune_mile.run import main, prepare
 
 # A run of a second, as SHORT is for the command.
 FAST = {
@@ -200,6 +202,47 @@ def test_settings_get_the_sentences_of_the_command(tmp_path):
         finetune_mile.train("demo:400", "none", augment=Small(), out=tmp_path / "run")
     with pytest.raises(Problem, match="nowhere: not a run folder"):
         Run.open("nowhere")
+    with pytest.raises(Problem, match="--data: the value is empty; write --data VALUE"):
+        finetune_mile.train(" ", "none", **FAST)
+    with pytest.raises(Problem, match="--out: the value is empty; write --out VALUE"):
+        finetune_mile.train("demo:400", "none", out="", **FAST)
+    with pytest.raises(Problem, match="takes no other setting; leave out --batch-size"):
+        finetune_mile.train(resume=tmp_path, batch_size=3)
+    with pytest.raises(Problem, match="--sise: unknown flag; did you mean --size"):
+        finetune_mile.embed("simclr-demo", "demo", sise=3)
+    with pytest.raises(Problem, match="argument --draws: -1 is not a whole number from 0"):
+        finetune_mile.evaluate("timm:resnet18", "demo", draws=-1)
+    with pytest.raises(Problem, match="--part trian: unknown; did you mean train"):
+        finetune_mile.evaluate("timm:resnet18", "demo", part="trian")
+
+
+def test_format_is_given_beside_init(monkeypatch):
+    def stop(options):
+        raise Problem(options.given["init"])
+
+    monkeypatch.setattr(api, "prepare", stop)
+    with pytest.raises(Problem, match=r"mine\.pth::format=solo-learn"):
+        finetune_mile.train("demo:40", "mine.pth", format="solo-learn")
+    with pytest.raises(Problem, match="--format solo-learn describes the file of --init"):
+        finetune_mile.train("demo:40", format="solo-learn")
+
+
+def test_values_become_those_of_a_recipe():
+    given = {"fraction": "10 %", "steps": "100", "lr": np.float32(0.5), "truth": Path("real"), "arch": None,
+             "mile.k_t": None, "mean": np.array([0.5, 0.5, 1.0]), "augment": {"scale": (0.5, 1)}}  # fmt: skip
+    assert api._settings(given) == {
+        "fraction": 0.1, "steps": 100, "lr": 0.5, "truth": "real", "mile.k_t": None, "mean": [0.5, 0.5, 1.0],
+        "augment": {"scale": [0.5, 1]},
+    }  # fmt: skip
+
+
+def test_preparing_leaves_the_options_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = RunOptions(settings=FAST | {"data": "demo:40", "init": "none"}, resume="auto", out=Path("run"))
+    used, resolved, path, _, _ = prepare(options)
+    assert (options.resume, used.resume, path) == ("auto", None, Path("run"))
+    assert resolved.said_by["steps"] == "--steps"
+    assert resolved.said_by["workers"] == "--set workers"
 
 
 def test_a_run_with_objects_is_resumed_with_the_same_objects_only(tmp_path, stop_at, capsys):
@@ -325,7 +368,7 @@ def test_runs_of_other_precision_follow_each_other_and_leave_the_caller_alone(tm
 
 def test_a_second_run_of_several_processes_is_refused(tmp_path, monkeypatch):
     """It would wait for ever: the first run closes the connections of the processes."""
-    monkeypatch.setattr(api, "_TRAINED", [tmp_path])
+    monkeypatch.setattr(api._TRAINED, "is_set", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Problem, match="train was called again in one of several processes"):
         finetune_mile.train("demo:40", "none", out=tmp_path / "run", **FAST)

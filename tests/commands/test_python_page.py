@@ -67,7 +67,7 @@ def test_the_snippets_run_one_after_another(tmp_path, monkeypatch, capsys):
 def built_in(tmp_path):
     """A run of the built-in loop: its first network, its batches, its optimiser for another network, its losses."""
     options = parse([*FLAGS, "--out", str(tmp_path / "run")])
-    resolved, path, init, teacher = prepare(options)
+    _, resolved, path, init, teacher = prepare(options)
     with Signals() as signals:
         ready = set_up(resolved.recipe, init, teacher, path, signals)
         network, feed, recipe = copy.deepcopy(ready.network), ready.feed("labelled", 0), ready.recipe

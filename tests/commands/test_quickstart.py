@@ -91,7 +91,7 @@ def test_without_time_fewer_labels_are_used_and_there_is_a_model(photos, quick, 
     assert main(command[1:]) == 0  # the first sentence of the page works
     assert f"Next:  {facts['commands']['predict']}" in printed.out
     options = parse(facts["commands"]["fine-tune"].split()[2:])  # the command can be pasted
-    assert (options.init, options.data, options.method) == ("simclr-demo", str(photos), facts["best"])
+    assert [options.settings[key] for key in ("init", "data", "method")] == ["simclr-demo", str(photos), facts["best"]]
     short = words_of(page_of(quick)).split(" In short ")[1].split(" What works on these photos ")[0]
     order = ["finetune-mile predict", "The model is", "no time for fine-tuning"]
     places = [short.index(each) for each in order]

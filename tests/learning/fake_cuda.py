@@ -193,7 +193,7 @@ def play(folder, mistakes, flags):
     warnings.simplefilter("ignore")
     sys.path[:0] = [str(ROOT)]
     from finetune_mile.checkpoints.init import parse_init, parse_source
-    from finetune_mile.config.flags import given_settings, parse
+    from finetune_mile.config.flags import parse
     from finetune_mile.config.resolve import resolve
     from finetune_mile.training.explain import SWITCHES
     from finetune_mile.training.folder import RunFolder
@@ -204,7 +204,7 @@ def play(folder, mistakes, flags):
     from finetune_mile.training.train import make_loop
 
     options = parse(flags)
-    recipe = resolve(given_settings(options), options.sets).recipe
+    recipe = resolve(options.given, options.sets).recipe
     gpu = FakeGPU()
     pretend()
     make_mistakes(mistakes)

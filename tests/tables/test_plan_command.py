@@ -8,7 +8,7 @@ import yaml
 from tiny import write_tiny
 
 from finetune_mile.cli import main
-from finetune_mile.config.flags import given_settings, parse
+from finetune_mile.config.flags import parse
 from finetune_mile.config.resolve import resolve
 from finetune_mile.core.problems import Problem
 from finetune_mile.run import main as run
@@ -102,7 +102,7 @@ def test_a_plan_counts_what_the_run_does(tmp_path, flags):
              "evaluate.labels=false", "--set", "mile.warmup=0", "--set", "log_every=1", *flags]  # fmt: skip
     assert run([*given, "--out", str(tmp_path / "run")]) == 0
     options = parse(given)
-    plan, sizes, _, _, here = counted(resolve(given_settings(options), options.sets).recipe)
+    plan, sizes, _, _, here = counted(resolve(options.given, options.sets).recipe)
     split = json.loads((tmp_path / "run/split.json").read_text())
     assert here
     assert (sizes["labelled"], sizes["unlabelled"]) == (split["labelled"], split["unlabelled"])

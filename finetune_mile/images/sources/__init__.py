@@ -5,19 +5,18 @@ A source is one function from the text behind its name to `Data`, and one entry 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import pkgutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 from urllib.parse import unquote
 
 from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import Problem, did_you_mean
 from finetune_mile.images.index import Data
 
-# Scheme of --data: module:function that reads it.
+# Scheme of --data: module:function that reads it, from the text behind the scheme and the flag with its text.
 SOURCES: dict[str, str] = {
     "demo": "finetune_mile.images.sources.grids:load",
     "folder": "finetune_mile.images.sources.folder:load",
@@ -38,23 +37,23 @@ MOST_GRIDS = 10**6  # of the demo
 PLACELESS = ("demo", "imagenet", *OF_MNIST)  # their name alone is enough
 
 
-def load_data(data: str, *, need_labels: bool = True, strict: bool = True) -> Data:
+def load_data(data: str, flag: str = "--data", *, need_labels: bool = True, strict: bool = True) -> Data:
     """Open the images of --data.
 
     Args:
         data: the text of the flag.
+        flag: its name, for messages.
         need_labels: raise if no image has a label.
         strict: raise all `problems` of the data at once; else the caller tells them.
     """
-    scheme, where = split_name(data)
+    scheme, where = split_name(data, flag)
     source = "finetune_mile.images.sources.memory:load" if scheme == SCHEME else SOURCES[scheme]
-    module, _, function = source.partition(":")
-    loaded = cast(Callable[[str], Data], getattr(importlib.import_module(module), function))(where)
+    loaded: Data = pkgutil.resolve_name(source)(where, f"{flag} {scheme}:{where}")
     if strict and loaded.problems:
         raise Problem(*loaded.problems)
     if need_labels and not loaded.classes:
         raise Problem(
-            f"--data {data}: none of its {len(loaded.train):,} images has a label; expected class folders "
+            f"{flag} {data}: none of its {len(loaded.train):,} images has a label; expected class folders "
             "(DIR/CLASS/IMAGE.jpg); images without labels are for finetune-mile pretrain, or for --unlabelled beside "
             "labelled ones"
         )
@@ -63,20 +62,10 @@ def load_data(data: str, *, need_labels: bool = True, strict: bool = True) -> Da
 
 def load_unlabelled(spec: str) -> Data:
     """Open --unlabelled: its training images are used, of a folder without train/ all images."""
-    with said_as("--unlabelled"):
-        scheme, where = split_name(spec)
-        if scheme == "folder" and "labels=" not in where:
-            where += f"{'&' if '?' in where else '?'}labels=none"
-        return load_data(f"{scheme}:{where}", need_labels=False)
-
-
-@contextlib.contextmanager
-def said_as(flag: str) -> Iterator[None]:
-    """Name another flag where a source says --data."""
-    try:
-        yield
-    except Problem as problem:
-        raise Problem(*(sentence.replace("--data", flag, 1) for sentence in problem.sentences)) from problem
+    scheme, where = split_name(spec, "--unlabelled")
+    if scheme == "folder" and "labels=" not in where:
+        where += f"{'&' if '?' in where else '?'}labels=none"
+    return load_data(f"{scheme}:{where}", "--unlabelled", need_labels=False)
 
 
 def scheme_and_place(data: str) -> tuple[str, str]:
@@ -93,39 +82,47 @@ def anchored(data: str, base: str | Path) -> str:
     return f"{scheme}:{there}{mark}{query}" if place and not Path(place).exists() and there.exists() else data
 
 
-def split_name(data: str) -> tuple[str, str]:
+def split_name(data: str, flag: str = "--data") -> tuple[str, str]:
     """`folder:photos` is ("folder", "photos"); a bare directory is a folder; anything else raises."""
     scheme, where = scheme_and_place(data)
     if scheme == SCHEME:
-        get_object(data, "--data", "give the same images again, as in finetune_mile.train(data=..., resume=FOLDER)")
+        get_object(data, flag, "give the same images again, as in finetune_mile.train(data=..., resume=FOLDER)")
         return scheme, where
     if scheme not in SOURCES:
         known = [f"{name}:" for name in SOURCES]
-        raise Problem(f"--data {data}: no source is called {scheme!r}; {did_you_mean(f'{scheme}:', known)}")
+        raise Problem(f"{flag} {data}: no source is called {scheme!r}; {did_you_mean(f'{scheme}:', known)}")
     if scheme == "imagenet" and not where.partition("?")[0]:
         folder = imagenet_folder()
         if folder is None:
             raise Problem(
-                "--data imagenet: dataset not found; use imagenet:DIR, or set IMAGENET_DIR, or link it at data/imagenet"
+                f"{flag} imagenet: dataset not found; use imagenet:DIR, or set IMAGENET_DIR, or link it at "
+                "data/imagenet"
             )
         where = folder + where
-    _check_place(data, scheme, where.partition("?")[0])
+    _check_place(f"{flag} {data}", scheme, where.partition("?")[0])
     return scheme, where
 
 
-def _check_place(data: str, scheme: str, place: str) -> None:
-    if scheme == "demo" and place and not (place.isdecimal() and 0 < int(place[:9]) <= MOST_GRIDS):
-        raise Problem(f"--data {data[:80]}: write demo, or demo:400 for 400 training grids (at most {MOST_GRIDS:,})")
-    if scheme in OF_MNIST and "download=yes" not in data:
-        importlib.import_module("finetune_mile.paper.idx").find_mnist(scheme, place)
-    if scheme == "csv" and not Path(place).is_file():
-        raise Problem(f"--data {data}: there is no file {place!r}")
-    if scheme == "hf" and not place:
-        raise Problem("--data hf: needs a dataset name or a directory: hf:NAME or hf:DIR")
-    local = scheme == "hf" and (place.startswith((".", "/", "~")) or place.count("/") > 1)
-    if (scheme in DIRECTORIES and not Path(place).is_dir()) or (local and not Path(place).expanduser().exists()):
+def _check_place(flag: str, scheme: str, place: str) -> None:
+    there = True
+    if scheme in DIRECTORIES:
+        there = Path(place).is_dir()
+    elif scheme == "demo":
+        if place and not (place.isdecimal() and 0 < int(place[:9]) <= MOST_GRIDS):
+            raise Problem(f"{flag[:87]}: write demo, or demo:400 for 400 training grids (at most {MOST_GRIDS:,})")
+    elif scheme in OF_MNIST:
+        if "download=yes" not in flag:
+            importlib.import_module("finetune_mile.paper.idx").find_mnist(scheme, place, flag)
+    elif scheme == "csv":
+        if not Path(place).is_file():
+            raise Problem(f"{flag}: there is no file {place!r}")
+    elif not place:
+        raise Problem(f"{flag} needs a dataset name or a directory: hf:NAME or hf:DIR")
+    elif place.startswith((".", "/", "~")) or place.count("/") > 1:
+        there = Path(place).expanduser().exists()
+    if not there:
         hint = f"; for a list write {f'csv:{place}'!r}" if place.endswith(".csv") and Path(place).is_file() else ""
-        raise Problem(f"--data {data}: there is no directory {place!r}{hint}")
+        raise Problem(f"{flag}: there is no directory {place!r}{hint}")
 
 
 def imagenet_folder() -> str | None:
@@ -134,25 +131,18 @@ def imagenet_folder() -> str | None:
     return next((place for place in places if place and Path(place).is_dir()), None)
 
 
-def read_options(scheme: str, where: str, known: Sequence[str]) -> tuple[str, dict[str, str]]:
+def read_options(where: str, known: Sequence[str], flag: str) -> tuple[str, dict[str, str]]:
     """`NAME?key=value&key=value` to the name and its options; for an unknown key the nearest one is suggested."""
     place, _, query = where.partition("?")
     options: dict[str, str] = {}
     for pair in query.split("&") if query else ():
         key, equals, value = pair.partition("=")
         if not equals or not value:
-            raise Problem(f"--data {scheme}:{where}: write {key or 'key'}=VALUE after the question mark")
+            raise Problem(f"{flag}: write {key or 'key'}=VALUE after the question mark")
         if key not in known:
-            raise Problem(f"--data {scheme}:{where}: unknown option {key}; {did_you_mean(key, known)}")
+            raise Problem(f"{flag}: unknown option {key}; {did_you_mean(key, known)}")
         options[key] = unquote(value)
     return place, options
-
-
-def check_choices(scheme: str, where: str, options: Mapping[str, str], allowed: Mapping[str, Iterable[str]]) -> None:
-    """Refuse an option whose value is not one of its few allowed words."""
-    for key, words in allowed.items():
-        if key in options and options[key] not in words:
-            raise Problem(f"--data {scheme}:{where}: {key}={options[key]} must be one of {', '.join(words)}")
 
 
 def check_truth(spec: str) -> None:

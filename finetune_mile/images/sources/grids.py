@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune_mile.core.problems import Problem
 from finetune_mile.images.index import Data, ImageSet
 from finetune_mile.images.order import Indices, permutation, uniforms
-from finetune_mile.images.sources import read_options
 
 CENTRE = 0.6
 DEMO_GRIDS = 12000  # for training, and a quarter of that for validation
@@ -35,14 +33,16 @@ class Layout:
         return self.rows**2 // 2 if self.rows % 2 else 0
 
 
-def load(where: str) -> Data:
+def load(where: str, flag: str = "--data demo") -> Data:
     """The demo: grids of 24x24 pixels, one given label each, the true label set known.
 
     Training and validation grids are made of different digits. The grids do not depend on a run's seed.
 
     Args:
         where: how many training grids (`demo:400`); empty for the whole demo.
+        flag: not used; a demo has no options.
     """
+    del flag
     from sklearn.datasets import load_digits
 
     count = int(where) if where.isdigit() else DEMO_GRIDS
@@ -119,59 +119,3 @@ class Grids:
             parts[main] = self.pictures[self.cells[index, main]]
         parts = parts.reshape(rows, rows, -1, side, side).permute(2, 0, 3, 1, 4)
         return parts.reshape(-1, rows * side, rows * side).expand(3, -1, -1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GridOptions:
-    """The options that sources of grids share, read from the name of the data."""
-
-    place: str
-    layout: Layout
-    cell: int  # pixels of a cell's side
-    train: int  # grids
-    val: int
-    draw: int  # another number: other grids
-    others: dict[str, str]
-
-
-def read_grid_options(
-    scheme: str, where: str, *, cell: int, train: int, val: int, others: tuple[str, ...] = ()
-) -> GridOptions:
-    """`DIR?rows=2&share=0.55&train=20000`; the defaults are the paper's 3x3 grid, and the sizes given here."""
-    place, options = read_options(
-        scheme, where, ("rows", "share", "single", "cell", "train", "val", "draw", *others)
-    )  # fmt: skip
-
-    def number(key: str, default: float, low: float, high: float, kind: type[int] | type[float] = int) -> float:
-        text = options.get(key)
-        try:
-            value = default if text is None else kind(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high:
-            noun = "whole number" if kind is int else "number"
-            raise Problem(f"--data {scheme}:{where}: {key}={text} must be a {noun} from {low:g} to {high:g}")
-        return value
-
-    return GridOptions(
-        place=place,
-        layout=Layout(
-            rows=int(number("rows", 3, 1, 10)),
-            share=number("share", CENTRE, 0, 1, float),
-            single=number("single", 0, 0, 1, float),
-        ),
-        cell=int(number("cell", cell, 4, 512)),
-        train=int(number("train", train, 1, 10_000_000)),
-        val=int(number("val", val, 1, 10_000_000)),
-        draw=int(number("draw", 0, 0, 1_000_000)),
-        others={key: options[key] for key in others if key in options},
-    )
-
-
-def shrunk(pictures: Tensor, side: int, width: int | None = None) -> Tensor:
-    """Pictures (N, H, W) uint8 averaged down to (N, side, width), a square where there is no width."""
-    size = (side, width or side)
-    if pictures.shape[-2:] == size:
-        return pictures
-    small = torch.nn.functional.adaptive_avg_pool2d(pictures.unsqueeze(1).float(), size).squeeze(1)
-    return small.round().to(torch.uint8)

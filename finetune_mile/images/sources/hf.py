@@ -51,9 +51,8 @@ class Rows:
         return path
 
 
-def load(where: str) -> Data:
-    place, options = read_options("hf", where, ("image", "label", "train", "val", "config"))
-    flag = f"--data hf:{where}"
+def load(where: str, flag: str) -> Data:
+    place, options = read_options(where, ("image", "label", "train", "val", "config"), flag)
     splits = _open(place, options.get("config"), flag)
     return from_splits(Path(place).name or place, splits, options, flag, "name it with ?{}=COLUMN")
 

@@ -30,17 +30,18 @@ DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 
-def load(where: str) -> Data:
+def load(where: str, flag: str) -> Data:
     """Find out which layout is at `where`, and list it.
 
     Args:
         where: the directory; `DIR?labels=FILE` names the labels of a flat validation folder or tar: a CSV with the
             columns file,label (synsets), or a text file with a synset a line, in the order of the file names.
+        flag: with its text, for messages.
     """
     from finetune_mile.images.truth import with_real
 
-    place, options = read_options("imagenet", where, ("labels",))
-    root, flag = Path(place), f"--data imagenet:{where}"
+    place, options = read_options(where, ("labels",), flag)
+    root = Path(place)
     train, val = _find(root, "train", flag), _find(root, "val", flag)
     if val is None:
         raise Problem(

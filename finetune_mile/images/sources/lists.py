@@ -21,7 +21,7 @@ from finetune_mile.images.splits import make_data
 TRAIN, VAL = ("train", "training"), ("val", "valid", "validation", "test")
 
 
-def load_csv(where: str) -> Data:
+def load_csv(where: str, flag: str) -> Data:
     """Read a CSV file with the columns `file,label`, or `file,labels` with several labels separated by `;`.
 
     An image with an empty label is unlabelled. Optional columns: `split` (train, val, test; without it a fifth of
@@ -30,9 +30,10 @@ def load_csv(where: str) -> Data:
 
     Args:
         where: the file; `FILE?separator=|` where several labels are separated by something else than `;`.
+        flag: with its text, for messages.
     """
-    place, options = read_options("csv", where, ("separator",))
-    path, flag = Path(place), f"--data csv:{place}"
+    place, options = read_options(where, ("separator",), flag)
+    path, flag = Path(place), flag.partition("?")[0]
     separator = options.get("separator", ";")
     rows = read_rows(path, ("file",), flag)
     several = "labels" in rows[0]
@@ -121,14 +122,15 @@ def _groups(rows: list[dict[str, str]], flag: str) -> list[list[int]]:
 PARTITION = {"train": "0", "val": "1", "test": "2"}
 
 
-def load_celeba(where: str) -> Data:
+def load_celeba(where: str, flag: str) -> Data:
     """Read `list_attr_celeba.txt`, `list_eval_partition.txt` and `img_align_celeba/`; each image has 40 labels.
 
     Args:
         where: the directory; `DIR?val=test` evaluates on the test partition instead of the validation one.
+        flag: with its text, for messages.
     """
-    place, options = read_options("celeba", where, ("val",))
-    root, flag = Path(place), f"--data celeba:{where}"
+    place, options = read_options(where, ("val",), flag)
+    root = Path(place)
     val = options.get("val", "val")
     if val not in ("val", "test"):
         raise Problem(f"{flag}: val={val} is neither val nor test")
@@ -179,14 +181,15 @@ def read_lines(path: Path, flag: str, advice: str = "") -> list[str]:
 PARTS = ("google", "flickr")
 
 
-def load_webvision(where: str) -> Data:
+def load_webvision(where: str, flag: str) -> Data:
     """Read the file lists in `info/`; the images are in `google/`, `flickr/` and `val_images*/`.
 
     Args:
         where: the directory; `DIR?classes=50&parts=google` is the usual mini-WebVision.
+        flag: with its text, for messages.
     """
-    place, options = read_options("webvision", where, ("classes", "parts"))
-    root, flag = Path(place), f"--data webvision:{where}"
+    place, options = read_options(where, ("classes", "parts"), flag)
+    root = Path(place)
     parts = options.get("parts", ",".join(PARTS)).split(",")
     wrong = sorted(set(parts) - set(PARTS))
     if wrong:

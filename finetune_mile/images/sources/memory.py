@@ -27,14 +27,14 @@ TAKEN = "a datasets.Dataset, a torch Dataset of (PIL image, int), a dict of them
 COLUMNS = "call select_columns, rename_column and cast_column first, to leave one image column and one called label"
 
 
-def load(where: str) -> Data:
+def load(where: str, flag: str) -> Data:
     """The data of an object that was given from Python.
 
     Args:
         where: its name behind `python:`.
+        flag: with its text, for messages.
     """
-    name = f"{SCHEME}:{where}"
-    given, flag = get_object(name, "--data", ""), f"--data {name}"
+    given = get_object(f"{SCHEME}:{where}", flag, "")
     splits = given if isinstance(given, Mapping) else {"train": given}
     if splits and all(isinstance(each, datasets.Dataset) for each in splits.values()):
         plain = {split: each.with_format(None) for split, each in splits.items()}

@@ -44,8 +44,8 @@ class Sample(NamedTuple):
         return [by_number.get(number, str(number))] if number >= 0 else []
 
 
-def load(where: str) -> Data:
-    root, flag = Path(where), f"--data wds:{where}"
+def load(where: str, flag: str) -> Data:
+    root = Path(where)
     state = read_state(root / STATE) if (root / STATE).is_file() else {}
     if state and not state.get("complete"):
         raise Problem(f"{flag}: packing is incomplete; run the same `finetune-mile pack` again to continue")

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
-from finetune_mile.config.flags import SETTINGS, given_settings, parse
+from finetune_mile.config.flags import SETTINGS, parse
 from finetune_mile.config.resolve import FLAG_PATHS, NO_IMAGENET, Resolved, flat, read_yaml, resolve_anywhere
 from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
@@ -278,7 +278,7 @@ def _meaning(job: Job) -> Meaning:
             tree = _used(recipe.model_dump(mode="json"), get_args(pretraining.Method))
         return Meaning(tree=tree, hash=_hash_of(tree), resolved=None, data_here=True)
     options = parse(dataclasses.replace(job, folders={}).flags())
-    resolved, here = resolve_anywhere(given_settings(options), options.sets)
+    resolved, here = resolve_anywhere(options.given, options.sets)
     blocks = [name for name in METHODS if name != "auto"]  # which also says what runs of other methods hold out
     tree = _used(resolved.recipe.model_dump(mode="json"), blocks)
     of_seed = {k: v for k, v in job.settings.items() if k in tree and "{seed}" in str(v)}  # one hash for all seeds
