@@ -229,7 +229,7 @@ def open_contents(contents: Contents, located: Located, head_from: int = 0) -> O
     config = header or located.config
     facts = _facts(config, located) if config else {}
     said = located.card or located.arch or located.format or located.prefix
-    find = find_export if header and facts and not said else find_foreign
+    find = find_export if header and "padding" in facts and not said else find_foreign
     adapted, card, report = find(contents, located, config, facts)
     if report.arch.startswith("timm:"):
         adapted = canonical_head(adapted, report.arch)
@@ -302,8 +302,9 @@ def _find_format(contents: Contents, located: Located, config: Mapping[str, Any]
     in_timm = named.startswith("timm:") and HEADER not in contents.metadata
     match = (native(contents, named, located.prefix) if in_timm else None) or detect(contents, located)
     if (card := located.card) is not None and card.format not in (None, match.format):
-        said = f"card {card.name} says format {card.format}, the file is {match.format} ({match.why})"
-        raise Problem(f"{located.source}: {said}")
+        raise Problem(
+            f"{located.source}: card {card.name} says format {card.format}, the file is {match.format} ({match.why})"
+        )
     if "model_type" in config and not facts and match.format.startswith("hf-"):
         kind = str(config["model_type"])[:40]
         raise Problem(f"config.json: model_type {kind!r} is not supported; docs/vits.md lists those that are")

@@ -50,6 +50,18 @@ def test_every_kind(here, text):
     assert parse_init(init) is init
 
 
+def test_format_and_prefix_are_fields_or_text(here):
+    typed = parse_init("moco.pth.tar", format="solo-learn", prefix="a.b")
+    written = parse_init("moco.pth.tar::a.b::format=solo-learn")
+    assert typed.chosen == written.chosen == "a.b::format=solo-learn"
+    assert parse_init("moco.pth.tar").chosen is None
+    assert locate(typed) == locate(written)
+    found = locate(typed, "resnet18")
+    assert (found.arch, found.format, found.prefix) == ("resnet18", "solo-learn", "a.b")
+    with pytest.raises(Problem, match="byol and solo-learn are two formats"):
+        locate(parse_init("moco.pth.tar::byol", format="solo-learn"))
+
+
 def test_the_home_folder(here, monkeypatch):
     monkeypatch.setenv("HOME", str(here))
     assert parse_init("~/moco.pth.tar").path == here / "moco.pth.tar"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,23 @@ def test_classifiers_that_have_seen_labels_are_dropped_by_name(format: str, name
     assert all(own in opened.report.dropped for own in opened.classifier_names.values())
     assert name in re.split(r"[./]", opened.classifier_names["fc.weight"])
     assert opened.classifier["fc.weight"].shape[1] == opened.network.num_features
+
+
+def test_an_export_needs_no_detection_and_is_the_same_with_it() -> None:
+    """Only a bare export is taken at its header's word; one more claim, and it goes the way of all files."""
+    here = Located(path=Path("x"), name="x")
+    alone = open_contents(SAMPLES["finetune-mile"](), here)
+    claimed = open_contents(SAMPLES["finetune-mile"](), replace(here, arch="resnet-demo"))
+    assert alone.report == claimed.report
+    assert alone.card == claimed.card
+    assert (alone.own, alone.classifier_names) == (claimed.own, claimed.classifier_names)
+
+
+def test_a_header_that_is_also_of_timm_is_not_taken_at_its_word() -> None:
+    config = {"arch": "resnet-demo", "padding": "torch", "mean": [0] * 3, "std": [1] * 3, "architecture": "resnet18"}
+    contents = flat(trunk("resnet-demo"), "safetensors", finetune_mile=json.dumps(config))
+    with pytest.raises(Problem, match="does not fit the network"):
+        open_contents(contents, Located(path=Path("x"), name="x"))
 
 
 def test_moco_v1s_embedding_is_no_classifier() -> None:

@@ -145,6 +145,6 @@ def input_of(adapter: Adapter, tensors: Mapping[str, Tensor], arch: str) -> Prep
         return adapter.preprocess
     if is_dinov2(arch):  # in timm's names
         return vits.DINOV2.preprocess
-    patch = tensors["patch_embed.proj.weight"].shape[-1]
-    side = math.isqrt(tensors["pos_embed"].shape[1]) * patch  # the class token does not matter here
+    # the class token does not matter here
+    side = math.isqrt(tensors["pos_embed"].shape[1]) * tensors["patch_embed.proj.weight"].shape[-1]
     return adapter.preprocess.model_copy(update={"size": side})
