@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import math
 import os
 import shlex
@@ -16,35 +16,22 @@ from typing import Any, Literal, NamedTuple
 import torch
 from accelerate.utils import gather_object
 from rich.filesize import decimal
-from torch import Tensor
 
-from finetune_mile.checkpoints.cards import Card, find_card
+from finetune_mile.checkpoints.cards import find_card
 from finetune_mile.checkpoints.init import Init, parse_init
-from finetune_mile.checkpoints.loading import Opened, keep_own_head, open_trunk
 from finetune_mile.checkpoints.verified import record, verify_card
 from finetune_mile.config.resolve import Resolved
 from finetune_mile.core.cores import local_processes, usable_cores
 from finetune_mile.core.files import shipped
 from finetune_mile.images.index import Data
-from finetune_mile.images.order import Indices
-from finetune_mile.images.splits import one_label_each
-from finetune_mile.learning.probe import neighbours
-from finetune_mile.measures.intervals import wilson
-from finetune_mile.measures.predictions import pick_probe
-from finetune_mile.measures.probing import hits
-from finetune_mile.networks.heads import get_head
 from finetune_mile.training.explain import schedule_is_given
-from finetune_mile.training.features import Split, embed, full_name
 from finetune_mile.training.memory import gpu_words, need_of
 from finetune_mile.training.pricing import Pace, Price, find_data, find_weights, price, rehearse, stage, time_words
 from finetune_mile.training.processes import Signals, weight_spread
 from finetune_mile.training.setup import Setup
 
-CLASSES = 1000  # of ImageNet
 MOST_READ = 50_000  # images; of more, near-duplicates are not searched either
 LONGEST = 5.0  # seconds of a timed step
-FEW, MANY = 20_000, 100_000  # training images of a quick k-NN; features that are better kept on disk
-EACH = 128  # images of a forward pass, per process
 PREFETCHED = 2  # batches that a loader process reads ahead, torch's default
 SAME = 1e-6  # relative difference of the processes' weights that unlike GPUs may have
 GOOD_ENOUGH = 0.9  # of the images that a step needs; less is reported as slow
@@ -131,7 +118,8 @@ def check_checkpoint(setup: Setup, init: Init, images: int, bank: int | None) ->
     counts = f"{len(report.loaded)} tensors loaded, {len(new)} new ({', '.join(new[:3])}{', ...' * (len(new) > 3)})"
     counts += f", {len(report.dropped)} ignored"
     yield Check("load", "ok", f"{counts}; format {report.format}, padding {report.padding}")
-    found = list(check_accuracies(setup, init, images, bank))
+    published = importlib.import_module("finetune_mile.paper.published")
+    found: list[Check] = list(published.check_accuracies(setup, init, images, bank))
     yield from found
     if card is not None and main:
         accuracies = {check.name: check.seen for check in found if check.seen}
@@ -140,88 +128,6 @@ def check_checkpoint(setup: Setup, init: Init, images: int, bank: int | None) ->
         except OSError as error:
             text = f"not written: {error}"
         yield Check("record", "-", text)
-
-
-def check_accuracies(setup: Setup, init: Init, images: int, bank: int | None) -> Iterator[Check]:
-    """Top-1 of the file's own classifier and of k-NN, against the card's; the first process compares."""
-    data, card, name = setup.data, setup.card, setup.recipe.data.lower()
-    # Published accuracies are about ImageNet; a part of its classes would be easier.
-    published = setup.num_classes == CLASSES and (name.startswith("imagenet:") or "imagenet-1k" in name)
-    opened = open_trunk(init, arch=setup.recipe.arch)
-    has_head = opened.report.classifier == setup.num_classes
-    if bank is None and (card.knn_top1 is not None or not has_head) and published:
-        bank = FEW
-    if init.kind == "none" or (not has_head and bank is None):
-        text = "not measured: published ones are ImageNet's; with a checkpoint, --bank N measures k-NN on this data"
-        yield Check("accuracy", "-", text)
-        return
-    rows: dict[Split, Indices] = {"val": pick_probe(len(data.val), images).numpy()}
-    labelled = (one_label_each(data.train.given) >= 0).nonzero().flatten()
-    if bank is not None:
-        rows["train"] = labelled[pick_probe(len(labelled), bank)].numpy()
-    found = _features(setup, init, opened, rows)
-    if not setup.accelerator.is_main_process:
-        return
-    queries, given = found["val"]
-    if has_head:
-        head = get_head(keep_own_head(opened).network).cpu().requires_grad_(False)
-        other = published and card.linear_top1 is not None and not card.linear_head
-        what = "the classifier in the file" + (", which is not the published linear one" if other else "")
-        known = card.linear_top1 if card.linear_head and published else None
-        yield _compared("head", what, hits(head(queries).argmax(1), given), known, setup.num_classes, card)
-    if bank is not None:
-        base, labels = found["train"][0], one_label_each(found["train"][1])
-        guesses = neighbours(queries, base, labels, setup.num_classes, k=card.knn_k, temperature=card.knn_temperature)
-        complete = len(rows["train"]) == len(labelled)
-        what = f"k-NN (k {card.knn_k}) with {len(base):,} of {len(labelled):,} training images"
-        if published and card.knn_top1 is not None and not complete:
-            what += f" (with all, published: {card.knn_top1:g}; --bank all compares)"
-        known = card.knn_top1 if published and complete else None
-        yield _compared("k-NN", what, hits(guesses, given), known, setup.num_classes, card)
-
-
-def _features(
-    setup: Setup, init: Init, opened: Opened, rows: dict[Split, Indices]
-) -> dict[Split, tuple[Tensor, Tensor]]:
-    """Features (n, D) and labels of the images in `rows` that can be read; many are kept on disk, as `probe` does."""
-    sets, network = {"train": setup.data.train, "val": setup.data.val}, opened.network.to(setup.accelerator.device)
-    viewer = dataclasses.replace(
-        setup.viewer, preprocess=opened.card.preprocess, batch_size=EACH * setup.accelerator.num_processes
-    )
-    if sum(map(len, rows.values())) > MANY:
-        about = {"init": init.text, "data": setup.recipe.data}
-        store = embed(viewer, network, arch=full_name(opened.report), about=about, dtype="float16", rows=rows)
-        read = {split: store.rows(split, some) for split, some in rows.items()}
-    else:
-        read = {split: viewer.outputs(network, sets[split], some) for split, some in rows.items()}
-    return {
-        split: (features[good], sets[split].given[torch.from_numpy(rows[split])][good])
-        for split, (features, good) in read.items()
-    }
-
-
-def _compared(name: str, what: str, right: Tensor, published: float | None, classes: int, card: Card) -> Check:
-    """An accuracy with its 95 % interval. Off: the published one is outside, or a guess is as good."""
-    right = right[~right.isnan()]
-    top1, count, advice = float(right.mean()), len(right), ""
-    low, high = (100 * edge for edge in wilson(top1 / 100, count))
-    text = f"{what}: top-1 {top1:.1f} ({low:.1f} to {high:.1f}) on {count:,} validation images"
-    if low <= 100 / classes:
-        advice = (
-            "no better than guessing. Either the validation labels have another order (finetune-mile check --data), or "
-            f"the weights were not loaded (finetune-mile weights check {card.name} --names)"
-        )
-    elif published is not None and high < published:
-        advice = (
-            f"the load report above, then input and padding (finetune-mile weights show {card.name}), then all "
-            "validation images (--images all)"
-        )
-    elif published is not None and low > published:
-        advice = "better than published: are training images among the validation images (finetune-mile check --data)?"
-    if published is not None:
-        text += f"; published {published:g}"
-    seen = {"top1": round(top1, 2), "low": round(low, 2), "high": round(high, 2), "images": count, "what": what}
-    return Check(name, "off" if advice else "ok", text, advice, seen)
 
 
 # ------------------------------------------------------------------------------------ a step, and its room

@@ -51,7 +51,7 @@ def card(material, tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_MILE_CONFIG", str(tmp_path / "config"))
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("finetune_mile.training.checks.CLASSES", 3)
+    monkeypatch.setattr("finetune_mile.paper.published.CLASSES", 3)
     file = root / "standin.safetensors"
 
     def write(**facts):
@@ -126,7 +126,7 @@ def test_knn_is_compared_with_all_training_images_only(card, tmp_path, monkeypat
     assert main([*card(knn_top1=1.0), "--bank", "30"]) == 0
     said, _ = states(capsys.readouterr().out)
     assert "with 30 of 60 training images (with all, published: 1; --bank all compares): top-1 " in said["k-NN"][1]
-    monkeypatch.setattr("finetune_mile.training.checks.MANY", 80)
+    monkeypatch.setattr("finetune_mile.paper.published.MANY", 80)
     assert main([*card(knn_top1=1.0), "--bank", "all"]) == 1
     assert len(list((tmp_path / "cache/features").glob("*/train.npy"))) == 1, "features of many images are kept"
     said, last = states(capsys.readouterr().out)
@@ -136,7 +136,7 @@ def test_knn_is_compared_with_all_training_images_only(card, tmp_path, monkeypat
 
 
 def test_other_data_and_random_weights_are_not_compared(card, capsys, monkeypatch):
-    monkeypatch.setattr("finetune_mile.training.checks.CLASSES", 1000)
+    monkeypatch.setattr("finetune_mile.paper.published.CLASSES", 1000)
     assert main(card(linear_top1=1.0)) == 0
     said, _ = states(capsys.readouterr().out)
     assert said["head"][1].endswith("on 30 validation images")
