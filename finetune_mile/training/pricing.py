@@ -41,7 +41,7 @@ from finetune_mile.training.folder import KEPT_CHECKPOINTS
 from finetune_mile.training.memory import GPUS, Need, copies, kept_per_image, numbers_in
 from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, make_plan, trial_steps, unintended
 from finetune_mile.training.processes import on_device
-from finetune_mile.training.setup import PROBE_IMAGES, lay_out
+from finetune_mile.training.task import PROBE_IMAGES, lay_out
 
 open_data = lru_cache(maxsize=8)(load_data)  # once for all cells of a table; its columns may be other data
 

@@ -13,7 +13,7 @@ from finetune_mile.checkpoints.init import Init, parse_init
 from finetune_mile.config.flags import FORMAT, Parser
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
-from finetune_mile.images.index import BadImages, Data, say_skipped
+from finetune_mile.images.index import Data, say_skipped
 from finetune_mile.images.sources import load_data, split_name
 
 if TYPE_CHECKING:
@@ -138,17 +138,18 @@ def features_of(
 ) -> Store:  # fmt: skip
     """The features of one checkpoint, computed where they are not on disk; arguments as in `training.features`."""
     from finetune_mile.checkpoints.loading import open_trunk
+    from finetune_mile.training.device import Device
     from finetune_mile.training.features import embed, full_name
-    from finetune_mile.training.setup import Viewer
+    from finetune_mile.training.task import wanted_workers
 
     opened = open_trunk(init, arch=options.arch)
     own = {} if options.size is None else {"size": options.size}
-    viewer = Viewer(
-        accelerator=accelerator, signals=signals, data=data, seed=0, batch_size=options.batch_size,
-        preprocess=opened.card.preprocess.model_copy(update=own), wanted_workers=options.workers,
-        bad=BadImages(Path("bad_images.csv"), options.data),
+    device = Device(
+        accelerator=accelerator, signals=signals, batch_size=options.batch_size,
+        workers=wanted_workers(options.workers, data, accelerator),
     )  # fmt: skip
     return embed(
-        viewer, opened.network, arch=full_name(opened.report), dtype=options.dtype,
+        device, data, opened.card.preprocess.model_copy(update=own), opened.network, arch=full_name(opened.report),
+        dtype=options.dtype,
         about={"init": init.text, "data": options.data}, contents=options.verify, path=path, rows=rows, views=views,
     )  # fmt: skip

@@ -307,8 +307,9 @@ class Quickstart:
 
         from finetune_mile.measures.probing import scored
         from finetune_mile.networks.heads import get_head, set_head
-        from finetune_mile.training.setup import set_up
+        from finetune_mile.training.features import on_features
         from finetune_mile.training.start import start_head
+        from finetune_mile.training.task import set_up
         from finetune_mile.training.train import train_phases
 
         wanted = dict(COMPARED)
@@ -332,20 +333,20 @@ class Quickstart:
                     path = Path(place) / f"{method}-{seed}"
                     recipe = self.recipe(method, seed, fraction, split, [*fixed, *sets]).recipe
                     try:
-                        setup = set_up(recipe, self.init, None, path, self.signals)
+                        task, model, device = set_up(recipe, self.init, None, path, self.signals)
                     except Problem as problem:
                         refused[method] = " ".join(problem.sentences)
                         break
-                    folder = RunFolder.create(path, to_yaml(setup.recipe), overwrite=False)
-                    setup.viewer.get_ready()
-                    labels = recipe.activation, setup.pools.indices["labelled"].tobytes()
+                    folder = RunFolder.create(path, to_yaml(task.recipe), overwrite=False)
+                    task, device = on_features(task, model, device)
+                    labels = recipe.activation, task.pools.indices["labelled"].tobytes()
                     if labels in heads:
-                        set_head(setup.network, copy.deepcopy(heads[labels]))
+                        set_head(model.learner, copy.deepcopy(heads[labels]))
                     else:
-                        start_head(setup, fit=True)
-                        heads[labels] = copy.deepcopy(get_head(setup.network))
-                    loop, _ = train_phases(setup, folder, visible=False)
-                    logits = setup.viewer.outputs(loop.learner(), setup.data.val, everything)
+                        start_head(task, device, model.learner, fit=True)
+                        heads[labels] = copy.deepcopy(get_head(model.learner))
+                    loop, _ = train_phases(task, model, device, folder, visible=False)
+                    logits = device.outputs(loop.learner(), task.views("val"), everything)
                     rows.append(scored(logits, data.val.given, recipe.activation))
                     gates = [record for record in folder.metrics() if record["kind"] == "gate"]
                     verdicts += gates[-1:]
