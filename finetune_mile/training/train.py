@@ -174,9 +174,11 @@ def make_loop(task: Task, model: Model, device: Device, folder: RunFolder, displ
     teacher = None if model.teacher is None else model.teacher.to(accelerator.device)
     roles = Roles(network, task.plan.phases, teacher, keep_init=recipe.keep == "best")
     held_out = partial(on_held_out, task, device)
-    state = recipe.method_value.State(
-        RunView(roles=roles, num_classes=task.num_classes, given=images.given, held_out=held_out)
-    )
+    seen = RunView(
+        roles=roles, num_classes=task.num_classes, given=images.given, environment=images.environment,
+        held_out=held_out,
+    )  # fmt: skip
+    state = recipe.method_value.State(seen)
     bare = optimizer_of(recipe, network, state)
     if recipe.compile:  # in place: names and copies are those of the bare networks
         for learned in (network, *([] if roles.teacher is None else [roles.teacher])):
@@ -189,8 +191,6 @@ def make_loop(task: Task, model: Model, device: Device, folder: RunFolder, displ
     objective = LabelObjective(
         accelerator=accelerator, network=wrapped, roles=roles, method=recipe.method_value, state=state,
         num_classes=task.num_classes, total_steps=task.plan.total_steps, class_weights=weights,
-        environment=images.environment,
-        environments=0 if images.environment is None else int(images.environment.max()) + 1,
         prepare=partial(device.prepare, preprocess=task.preprocess),
         label_pool=labeller if recipe.labels_once_per_cycle else None,
         label_smoothing=recipe.label_smoothing, mixing=task.mixing,
