@@ -18,24 +18,25 @@ import torch
 
 from finetune_mile.compute.passes import Outputs
 from finetune_mile.images.order import Indices
+from finetune_mile.images.pipeline import Views
 from finetune_mile.learning.loop import Loop
 from finetune_mile.run import main
 from finetune_mile.training import features
-from finetune_mile.training.setup import Viewer
+from finetune_mile.training.device import Device
 
 WIDTH = 2048  # of a ResNet-50
 SPREAD = 2.0  # of an image around the centre of its class: ten classes overlap a little
 
 
 def draw_features(
-    viewer: Viewer, network: torch.nn.Module, store: features.Store, split: features.Split, view: int, indices: Indices,
-    advance: Callable[[int], None], *, mixed: bool,
+    device: Device, network: torch.nn.Module, views: Views, store: features.Store,
+    part: tuple[features.Split, int, Indices], advance: Callable[[int], None], *, mixed: bool,
 ) -> None:  # fmt: skip
     """Write rows around a centre of each class, in the place of those of a network."""
-    del network, mixed
-    images = viewer.data.train if split == "train" else viewer.data.val
+    del device, network, mixed
+    images, (split, view, indices) = views.images, part
     draw = torch.Generator().manual_seed(len(images))
-    centres = torch.randn(len(viewer.data.classes), WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.25
+    centres = torch.randn(int(images.given.max()) + 1, WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.25
     rows = centres[images.given[indices]] + SPREAD * torch.randn(len(indices), WIDTH, generator=draw)
     outputs = Outputs(rows.relu(), torch.ones(len(indices), dtype=torch.bool))
     with store.file(split, view, "npy").open("r+b") as target:

@@ -130,26 +130,26 @@ def run(options: RunOptions, resolved: Resolved, path: Path, init: Init, teacher
     parent = os.getppid()
     from finetune_mile.training.explain import explain
     from finetune_mile.training.processes import Signals, computing
-    from finetune_mile.training.setup import set_up
+    from finetune_mile.training.task import set_up
     from finetune_mile.training.train import open_folder, train
 
     with Signals(parent) as signals:
-        setup = set_up(resolved.recipe, init, teacher_init, path, signals)
-        if setup.accelerator.is_main_process:
-            explain(resolved, setup, full=options.explain)
+        task, model, device = set_up(resolved.recipe, init, teacher_init, path, signals)
+        if device.accelerator.is_main_process:
+            explain(resolved, task, model, device, full=options.explain)
         if options.explain:
             return 0
-        folder = open_folder(setup, path, resume=options.resume is not None, overwrite=options.overwrite)
+        folder = open_folder(task, model, device, path, resume=options.resume is not None, overwrite=options.overwrite)
         switches = {name: True for name in ("keep_checkpoints", folders.REFIT) if getattr(options, name)}
         if switches:  # also for a later --resume
             folder.info.update(switches)
-            if setup.accelerator.is_main_process:
+            if device.accelerator.is_main_process:
                 folder.update()
-        recipe = setup.recipe
+        recipe = task.recipe
         with computing(
             precision=recipe.precision, benchmark=recipe.cudnn_benchmark is True, deterministic=recipe.deterministic
         ):
-            return train(setup, folder)
+            return train(task, model, device, folder)[0]
 
 
 if __name__ == "__main__":

@@ -164,6 +164,9 @@ def walk_to_gradient(command, trace, is_end):
         while "record" not in frame.f_locals:
             frame = frame.f_back
         if is_end(frame.f_locals["record"].phase):
+            sys.settrace(None)  # what is undone on the way back is not a part of the road
+            while frame is not None:
+                frame.f_trace, frame = None, frame.f_back
             raise Arrived
         backward(self, loss, **options)
         trace.lines.clear()

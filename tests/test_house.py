@@ -163,6 +163,15 @@ def test_the_page_of_the_architecture_has_the_order_of_the_contract():
     assert folders == {name.strip() for layer in layers for name in layer.split("|")}
 
 
+def test_the_pages_for_developers_stay_short():
+    words = re.sub(r"```mermaid\n.*?```", "", (ROOT / "docs/architecture.md").read_text(), flags=re.S).split()
+    assert len(words) <= 500
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("## Where new things go")[1].split("## ")[0].strip()
+    for row in table.splitlines():
+        assert row.count("|") <= 5, "at most four columns"
+        assert len(row) <= 180, "of one line each"
+
+
 def drawn_graph():
     """The imports between folders as mermaid draws them; an edge that a longer path implies is left out."""
     graph = build_graph("finetune_mile", exclude_type_checking_imports=True)

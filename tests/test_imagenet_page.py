@@ -13,7 +13,7 @@ from finetune_mile.paper.tables.description import find_table, read_table
 from finetune_mile.paper.tables.runs import make_jobs, resolve_all
 from finetune_mile.training.memory import Need, copies, kept_per_image, numbers_in
 from finetune_mile.training.pricing import count, find_data, find_weights
-from finetune_mile.training.setup import lay_out
+from finetune_mile.training.task import lay_out
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/imagenet.md"

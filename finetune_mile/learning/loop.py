@@ -197,8 +197,6 @@ class LabelObjective:
     num_classes: int
     total_steps: int
     class_weights: Tensor | None  # (C,)
-    environment: Tensor | None  # (N,) of each training image
-    environments: int
     prepare: Callable[[Tensor], Tensor]  # uint8 images to the network's input, on the device
     label_pool: Callable[[Phase], LabelStore] | None  # labels once per cycle, instead of per batch
     label_smoothing: float = 0.0
@@ -259,13 +257,10 @@ class LabelObjective:
         return mix.images(images), mix.rows(targets), mix.rows(given), teacher_logits
 
     def _view(self, batch: Batch, given: Tensor, teacher_logits: Tensor | None, step: int) -> StepView:
-        environment = None
-        if self.environment is not None:
-            environment = upload(self.environment[batch.samples], given.device)
         return StepView(
             step=step, total_steps=self.total_steps, samples=batch.samples, given=given, teacher_logits=teacher_logits,
-            environment=environment, environments=self.environments, class_weights=self.class_weights,
-            add_up=partial(self.accelerator.reduce, reduction="sum"), gather=self.accelerator.gather,
+            class_weights=self.class_weights, add_up=partial(self.accelerator.reduce, reduction="sum"),
+            gather=self.accelerator.gather,
             processes=self.accelerator.num_processes, state=self.state,
         )  # fmt: skip
 

@@ -104,6 +104,7 @@ class RunView:
     roles: Roles
     num_classes: int
     given: Tensor  # (N,) or (N, C) labels of all training images; -1: hidden or none
+    environment: Tensor | None  # (N,) integers from 0, where images come from several environments
     held_out: Callable[[nn.Module], tuple[Tensor, Tensor]]  # logits and labels of the images that no phase trains on
 
 
@@ -116,8 +117,6 @@ class StepView:
     samples: Tensor  # (B,) which training images
     given: Tensor  # (B, C) given labels; a row of zeros where there is none
     teacher_logits: Tensor | None  # (B, C) in an imitation that labels batch by batch
-    environment: Tensor | None  # (B,) where images come from several environments
-    environments: int
     class_weights: Tensor | None  # (C,)
     add_up: Callable[[Tensor], Tensor]  # sums a tensor over the processes, without a gradient
     gather: Callable[[Tensor], Tensor]  # the rows of all processes, without a gradient

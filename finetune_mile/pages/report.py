@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from finetune_mile.compute.passes import Outputs
+    from finetune_mile.images.index import Data
     from finetune_mile.pretraining.run import PretrainSetup
     from finetune_mile.training.finish import Scored
     from finetune_mile.training.folder import RunFolder
-    from finetune_mile.training.setup import Setup
+    from finetune_mile.training.task import Task
 
 INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
 GALLERY, MOST_FOUND = 18, 6  # images, and labels of each
@@ -62,11 +63,11 @@ def data_url(png: bytes) -> str:
 # --------------------------------------------------------------------------------------------- report.html of a run
 
 
-def write_report(setup: Setup, scored: Scored, folder: RunFolder) -> None:
+def write_report(task: Task, scored: Scored, folder: RunFolder) -> None:
     """Write report.html into the run folder."""
     results = scored.results
     unread = [say_skipped(int(results["bad_images"]), Path("bad_images.csv"))] if results.get("bad_images") else []
-    unread += [say_unreadable(setup.data.unreadable)] if setup.data.unreadable else []
+    unread += [say_unreadable(task.data.unreadable)] if task.data.unreadable else []
     records = folder.metrics()
     plots = {"loss": loss_plot(records), "generations": generation_plot(records), "gate": gate_plot(records)}
     write_page(
@@ -74,17 +75,17 @@ def write_report(setup: Setup, scored: Scored, folder: RunFolder) -> None:
         "report.html",
         title=folder.path.name,
         warning=scored.warning,
-        recipe=setup.recipe,
-        data=setup.data.name,
-        rows=closing_rows(results, setup.recipe.method),
-        per_class={name: class_rows(setup.data.classes, table) for name, table in scored.tables.items()},
+        recipe=task.recipe,
+        data=task.data.name,
+        rows=closing_rows(results, task.recipe.method),
+        per_class={name: class_rows(task.data.classes, table) for name, table in scored.tables.items()},
         notes=[*scored.notes, *unread],
         plots={name: embed(figure) for name, figure in plots.items() if figure is not None},
         verdicts=[r for r in records if r["kind"] == "gate"],
-        gallery=gallery(setup, scored.shown, scored.threshold),
+        gallery=gallery(task, scored.shown, scored.threshold),
         threshold=say_threshold(scored.threshold),
-        has_truth=setup.data.val.truth is not None,
-        settings=to_yaml(setup.recipe),
+        has_truth=task.data.val.truth is not None,
+        settings=to_yaml(task.recipe),
         info=folder.info,
     )
 
@@ -190,21 +191,21 @@ def gate_plot(records: list[dict[str, Any]]) -> Figure | None:
     return figure
 
 
-def gallery_images(setup: Setup) -> Tensor:
+def gallery_images(data: Data) -> Tensor:
     """Which validation images the report shows: indices (n,)."""
-    return pick_probe(len(setup.data.val), GALLERY)
+    return pick_probe(len(data.val), GALLERY)
 
 
-def gallery(setup: Setup, logits: Outputs, threshold: float | Tensor) -> list[dict[str, object]]:
+def gallery(task: Task, logits: Outputs, threshold: float | Tensor) -> list[dict[str, object]]:
     """Validation images with the given label, the labels found, and the true ones where known.
 
     Args:
-        setup: of the run.
+        task: of the run.
         logits: (n, C) on the `gallery_images`.
         threshold: least probability of a label; below it the best one is shown, in parentheses.
     """
-    val, classes, picked = setup.data.val, setup.data.classes, gallery_images(setup)
-    rows = zip(setup.probabilities(logits.rows), logits.readable.tolist(), picked.tolist(), strict=True)
+    val, classes, picked = task.data.val, task.data.classes, gallery_images(task.data)
+    rows = zip(task.probabilities(logits.rows), logits.readable.tolist(), picked.tolist(), strict=True)
     shown: list[dict[str, object]] = []
     for row, readable, index in rows:
         if not readable:
@@ -219,7 +220,7 @@ def gallery(setup: Setup, logits: Outputs, threshold: float | Tensor) -> list[di
         ]  # fmt: skip
         (names,) = label_names(val.given[index : index + 1], classes)
         missed = [] if truth is None else [classes[c] for c in sorted(truth - set(best))]
-        picture = data_url(png_of(centre_view(val.read(index), setup.viewer.preprocess)))
+        picture = data_url(png_of(centre_view(val.read(index), task.preprocess)))
         shown.append(
             {"picture": picture, "given": ", ".join(names) or "no label", "found": predicted, "missed": missed}
         )

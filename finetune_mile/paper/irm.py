@@ -12,7 +12,7 @@ from pydantic import Field
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Amount, Section
-from finetune_mile.learning.phases import Budget, Phase, StepView
+from finetune_mile.learning.phases import Budget, MethodState, Phase, RunView, StepView
 from finetune_mile.methods import Method, Traits
 
 if TYPE_CHECKING:
@@ -42,6 +42,14 @@ def phases(block: Block, budget: Budget) -> list[Phase]:
     ]  # fmt: skip
 
 
+class Environments(MethodState):
+    """Which environment each training image comes from."""
+
+    def __init__(self, run: RunView) -> None:
+        assert run.environment is not None
+        self.environment, self.count = run.environment, int(run.environment.max()) + 1
+
+
 def loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) -> Tensor:
     """The mean risk of the environments in the batch, and the penalty: a scalar."""
     shares, risks, slopes = risks_and_slopes(logits, targets, step)
@@ -63,8 +71,11 @@ def risks_and_slopes(logits: Tensor, targets: Tensor, step: StepView) -> tuple[T
         targets: (B, C).
         step: whose environments they are.
     """
-    assert step.environment is not None
-    sums = environment_sums(logits, targets, step.environment, step.environments, step.class_weights)
+    from finetune_mile.learning.losses import upload
+
+    state: Environments = step.state
+    environment = upload(state.environment[step.samples], logits.device)
+    sums = environment_sums(logits, targets, environment, state.count, step.class_weights)
     if step.processes > 1:  # this gradient is right once each process's own gradients are averaged
         sums = step.add_up(sums.detach()) + step.processes * (sums - sums.detach())
     images, losses, slopes = sums.detach()[:, 0], sums[:, 1], sums[:, 2]
@@ -104,5 +115,5 @@ def environment_sums(
 METHOD = Method(
     name="irm", phases=phases, Block=Block, needs=frozenset({"environments", "whole_batch"}),
     traits=lambda block: Traits(activation="softmax", optimizer_state=block.optimizer_state),
-    loss=loss, untrained_loss=untrained_loss,
+    loss=loss, untrained_loss=untrained_loss, State=Environments,
 )  # fmt: skip

@@ -19,21 +19,24 @@ from finetune_mile.measures.predictions import pick_probe
 from finetune_mile.measures.probing import hits
 from finetune_mile.networks.heads import get_head
 from finetune_mile.training.checks import Check
+from finetune_mile.training.device import Device
 from finetune_mile.training.features import Split, embed, full_name
-from finetune_mile.training.setup import Setup
+from finetune_mile.training.task import Model, Task, image_views, images_of
 
 CLASSES = 1000  # of ImageNet
 FEW, MANY = 20_000, 100_000  # training images of a quick k-NN; features that are better kept on disk
 EACH = 128  # images of a forward pass, per process
 
 
-def check_accuracies(setup: Setup, init: Init, images: int, bank: int | None) -> Iterator[Check]:
+def check_accuracies(
+    task: Task, model: Model, device: Device, init: Init, images: int, bank: int | None
+) -> Iterator[Check]:
     """Top-1 of the file's own classifier and of k-NN, against the card's; the first process compares."""
-    data, card, name = setup.data, setup.card, setup.recipe.data.lower()
+    data, card, name = task.data, model.card, task.recipe.data.lower()
     # Published accuracies are about ImageNet; a part of its classes would be easier.
-    published = setup.num_classes == CLASSES and (name.startswith("imagenet:") or "imagenet-1k" in name)
-    opened = open_trunk(init, arch=setup.recipe.arch)
-    has_head = opened.report.classifier == setup.num_classes
+    published = task.num_classes == CLASSES and (name.startswith("imagenet:") or "imagenet-1k" in name)
+    opened = open_trunk(init, arch=task.recipe.arch)
+    has_head = opened.report.classifier == task.num_classes
     if bank is None and (card.knn_top1 is not None or not has_head) and published:
         bank = FEW
     if init.kind == "none" or (not has_head and bank is None):
@@ -44,8 +47,8 @@ def check_accuracies(setup: Setup, init: Init, images: int, bank: int | None) ->
     labelled = (one_label_each(data.train.given) >= 0).nonzero().flatten()
     if bank is not None:
         rows["train"] = labelled[pick_probe(len(labelled), bank)].numpy()
-    found = _features(setup, init, opened, rows)
-    if not setup.accelerator.is_main_process:
+    found = _features(task, device, init, opened, rows)
+    if not device.accelerator.is_main_process:
         return
     queries, given = found["val"]
     if has_head:
@@ -53,34 +56,38 @@ def check_accuracies(setup: Setup, init: Init, images: int, bank: int | None) ->
         other = published and card.linear_top1 is not None and not card.linear_head
         what = "the classifier in the file" + (", which is not the published linear one" if other else "")
         known = card.linear_top1 if card.linear_head and published else None
-        yield _compared("head", what, hits(head(queries).argmax(1), given), known, setup.num_classes, card)
+        yield _compared("head", what, hits(head(queries).argmax(1), given), known, task.num_classes, card)
     if bank is not None:
         base, labels = found["train"][0], one_label_each(found["train"][1])
-        guesses = neighbours(queries, base, labels, setup.num_classes, k=card.knn_k, temperature=card.knn_temperature)
+        guesses = neighbours(queries, base, labels, task.num_classes, k=card.knn_k, temperature=card.knn_temperature)
         complete = len(rows["train"]) == len(labelled)
         what = f"k-NN (k {card.knn_k}) with {len(base):,} of {len(labelled):,} training images"
         if published and card.knn_top1 is not None and not complete:
             what += f" (with all, published: {card.knn_top1:g}; --bank all compares)"
         known = card.knn_top1 if published and complete else None
-        yield _compared("k-NN", what, hits(guesses, given), known, setup.num_classes, card)
+        yield _compared("k-NN", what, hits(guesses, given), known, task.num_classes, card)
 
 
 def _features(
-    setup: Setup, init: Init, opened: Opened, rows: dict[Split, Indices]
+    task: Task, device: Device, init: Init, opened: Opened, rows: dict[Split, Indices]
 ) -> dict[Split, tuple[Tensor, Tensor]]:
     """Features (n, D) and labels of the images in `rows` that can be read; many are kept on disk, as `probe` does."""
-    sets, network = {"train": setup.data.train, "val": setup.data.val}, opened.network.to(setup.accelerator.device)
-    viewer = dataclasses.replace(
-        setup.viewer, preprocess=opened.card.preprocess, batch_size=EACH * setup.accelerator.num_processes
-    )
+    network, preprocess = opened.network.to(device.accelerator.device), opened.card.preprocess
+    device = dataclasses.replace(device, batch_size=EACH * device.accelerator.num_processes)
     if sum(map(len, rows.values())) > MANY:
-        about = {"init": init.text, "data": setup.recipe.data}
-        store = embed(viewer, network, arch=full_name(opened.report), about=about, dtype="float16", rows=rows)
+        store = embed(
+            device, task.data, preprocess, network, arch=full_name(opened.report), dtype="float16", rows=rows,
+            about={"init": init.text, "data": task.recipe.data},
+        )  # fmt: skip
         read = {split: store.rows(split, some) for split, some in rows.items()}
     else:
-        read = {split: viewer.outputs(network, sets[split], some) for split, some in rows.items()}
+        show = partial(image_views, preprocess, task.bad, task.recipe.seed)
+        read = {
+            split: device.outputs(network, show(images_of(task.data, split), split, None, None), some)
+            for split, some in rows.items()
+        }
     return {
-        split: (features[good], sets[split].given[torch.from_numpy(rows[split])][good])
+        split: (features[good], images_of(task.data, split).given[torch.from_numpy(rows[split])][good])
         for split, (features, good) in read.items()
     }
 

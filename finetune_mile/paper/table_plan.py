@@ -97,7 +97,7 @@ def _price_cell(recipe: Recipe, teacher: str | None, paces: dict[object, Pace], 
     """
     from finetune_mile.networks.heads import build, new_head
     from finetune_mile.training.pricing import BRIEF, find_data, find_weights, price, rehearse, stage
-    from finetune_mile.training.setup import lay_out
+    from finetune_mile.training.task import lay_out
 
     recipe, data, here = find_data(recipe)
     recipe, init = find_weights(recipe)
@@ -108,11 +108,11 @@ def _price_cell(recipe: Recipe, teacher: str | None, paces: dict[object, Pace], 
     if kind not in paces:
         with tempfile.TemporaryDirectory() as folder:
             known = recipe if teacher is None else recipe.model_copy(update={"teacher": None})
-            setup = stage(known, init, Path(folder), signals, data)
+            task, model, device = stage(known, init, Path(folder), signals, data)
             if teacher is not None:
-                setup.teacher = build(teacher)
-                new_head(setup.teacher, len(data.classes), "prior")
-            paces[kind] = rehearse(setup, BRIEF, Path(folder), here=here)
+                model.teacher = build(teacher)
+                new_head(model.teacher, len(data.classes), "prior")
+            paces[kind] = rehearse(task, model, device, BRIEF, Path(folder), here=here)
     parts = 1 if recipe.accumulate == "auto" else recipe.accumulate
     data, pools, plan = lay_out(recipe, data)
     return price(recipe.model_copy(update={"accumulate": parts}), data, pools, plan, paces[kind], here=here)

@@ -20,7 +20,7 @@ from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool, Preprocess
-from finetune_mile.images.index import BadImages, ImageSet, say_skipped
+from finetune_mile.images.index import BadImages, Data, ImageSet, say_skipped
 from finetune_mile.images.order import Key, Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources import load_data
@@ -38,6 +38,7 @@ from finetune_mile.pretraining.methods import METHODS, Learner
 from finetune_mile.pretraining.recipe import Pretrain
 from finetune_mile.pretraining.views import SEEDS, ViewKind, draw, make_view
 from finetune_mile.training import resume
+from finetune_mile.training.device import Device
 from finetune_mile.training.display import Display
 from finetune_mile.training.folder import RunFolder, open_on_main, requested_settings
 from finetune_mile.training.monitor import Monitor, recorded
@@ -51,7 +52,7 @@ from finetune_mile.training.processes import (
     warn_of_spread,
     weight_spread,
 )
-from finetune_mile.training.setup import Viewer
+from finetune_mile.training.task import Split, image_views, images_of, wanted_workers
 
 CHECKPOINT = "checkpoint.ckpt"
 WHOLE = Augmentation(crop="none", scale=(1.0, 1.0), shift=0, flip=False)  # nothing is lost before views are cut out
@@ -65,19 +66,22 @@ class PretrainSetup:
 
     recipe: Pretrain  # its sizes are known
     requested: Pretrain
-    viewer: Viewer
+    data: Data
+    preprocess: Preprocess
+    bad: BadImages
+    device: Device
     plan: Plan
     method: nn.Module  # the network and what its method puts around it
     stored: Tensor | None = None  # (N, 3, S, S) uint8: all images, where they fit into memory
 
     @property
     def accelerator(self) -> Accelerator:
-        return self.viewer.accelerator
+        return self.device.accelerator
 
     @property
     def images(self) -> ImageSet:
         """What is trained on; its labels are not looked at."""
-        return self.viewer.data.train
+        return self.data.train
 
     @property
     def trunk(self) -> nn.Module:
@@ -85,8 +89,8 @@ class PretrainSetup:
 
     def plain(self) -> Views:
         """Whole training images, as views are cut out of them."""
-        preprocess = self.viewer.preprocess.model_copy(update={"size": self.recipe.source_size})
-        record = partial(self.viewer.bad.add, "train", self.images.ids)
+        preprocess = self.preprocess.model_copy(update={"size": self.recipe.source_size})
+        record = partial(self.bad.add, "train", self.images.ids)
         return Views(self.images, preprocess, WHOLE, self.recipe.seed, on_bad=record)
 
     def store_images(self) -> None:
@@ -96,10 +100,10 @@ class PretrainSetup:
             return
         keys = ([(0, i) for i in range(at, min(at + BLOCK, count))] for at in range(0, count, BLOCK))
         self.stored, at = torch.empty(count, 3, side, side, dtype=torch.uint8), 0
-        for batch in batches(self.plain(), keys, workers=self.viewer.workers, pin=False):
+        for batch in batches(self.plain(), keys, workers=self.device.workers, pin=False):
             self.stored[at : at + len(batch.images)] = batch.images
             at += len(batch.images)
-            self.viewer.tick()
+            self.device.tick()
 
     def feed(self, pool: Pool, first_step: int) -> Iterator[list[Tensor]]:
         """The normalised views of this process's part of each batch, from a step on, without end."""
@@ -115,7 +119,7 @@ class PretrainSetup:
             stored = self.stored
             sources = (stored[torch.tensor([sample for _, sample in keys])] for keys in theirs)
         else:
-            read = batches(self.plain(), theirs, workers=self.viewer.workers, pin=self.viewer.pin)
+            read = batches(self.plain(), theirs, workers=self.device.workers, pin=self.device.pin)
             sources = (batch.images for batch in read)
         device, recipe = self.accelerator.device, self.recipe
         mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (recipe.mean, recipe.std))
@@ -140,9 +144,9 @@ class PretrainSetup:
 
     def neighbours(self) -> float | None:
         """Accuracy in per cent of k nearest neighbours on the trunk's features; None where there are no labels."""
-        settings, data = self.recipe.neighbours, self.viewer.data
-        bank, bank_labels = self._features(data.train, settings.bank)
-        queries, labels = self._features(data.val, settings.queries)
+        settings, data = self.recipe.neighbours, self.data
+        bank, bank_labels = self._features("train", settings.bank)
+        queries, labels = self._features("val", settings.queries)
         if not len(bank) or not len(queries):
             return None
         votes = neighbours(
@@ -150,14 +154,16 @@ class PretrainSetup:
         )
         return round(100 * float((votes == labels).float().mean()), 3)
 
-    def _features(self, images: ImageSet, limit: int) -> tuple[Tensor, Tensor]:
-        """Features (n, D) and labels (n,) of up to `limit` labelled images that can be read."""
+    def _features(self, split: Split, limit: int) -> tuple[Tensor, Tensor]:
+        """Features (n, D) and labels (n,) of up to `limit` labelled images of a split that can be read."""
+        images = images_of(self.data, split)
         labels = one_label_each(images.given)
         labelled = (labels >= 0).nonzero().flatten()
         if not len(labelled):
             return torch.zeros(0, 1), labelled
         picked = labelled[pick_probe(len(labelled), limit)]
-        features, good = self.viewer.outputs(self.trunk, images, picked.numpy())
+        views = image_views(self.preprocess, self.bad, self.recipe.seed, images, split, None, None)
+        features, good = self.device.outputs(self.trunk, views, picked.numpy())
         return features[good], labels[picked][good]
 
 
@@ -194,10 +200,9 @@ def set_up(recipe: Pretrain, path: Path, signals: Signals) -> PretrainSetup:
     size = recipe.size or min(data.train.read(0).shape[-2:])
     sizes = {"size": size, "source_size": recipe.source_size or size, "precision": precision}
     requested, recipe = recipe, recipe.model_copy(update=sizes)
-    viewer = Viewer(
-        accelerator=accelerator, signals=signals, data=data, seed=recipe.seed, wanted_workers=recipe.workers,
-        preprocess=Preprocess(mean=recipe.mean, std=recipe.std, size=size, crop=1.0),
-        bad=BadImages(path / "bad_images.csv", recipe.data), batch_size=FEATURE_BATCH * world,
+    device = Device(
+        accelerator=accelerator, signals=signals, batch_size=FEATURE_BATCH * world,
+        workers=wanted_workers(recipe.workers, data, accelerator),
     )  # fmt: skip
     phase = Phase(
         name="pretraining", generation=0, steps=recipe.steps, start="learner", becomes=(), loss="own", pool="all"
@@ -207,7 +212,11 @@ def set_up(recipe: Pretrain, path: Path, signals: Signals) -> PretrainSetup:
     )
     trunk = build(recipe.arch)
     method = METHODS[recipe.method](trunk, cast(int, trunk.num_features), recipe, plan.steps)
-    return PretrainSetup(recipe=recipe, requested=requested, viewer=viewer, plan=plan, method=method)
+    return PretrainSetup(
+        recipe=recipe, requested=requested, data=data, device=device, plan=plan, method=method,
+        preprocess=Preprocess(mean=recipe.mean, std=recipe.std, size=size, crop=1.0),
+        bad=BadImages(path / "bad_images.csv", recipe.data),
+    )  # fmt: skip
 
 
 def open_folder(setup: PretrainSetup, path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
@@ -229,7 +238,7 @@ def train(setup: PretrainSetup, folder: RunFolder) -> int:
         return {"milliseconds_per_step": pace, **warn_of_spread(spread)}
 
     with computing(precision=setup.recipe.precision, benchmark=uses_gpu()):
-        return recorded(setup.accelerator, folder, setup.viewer.signals, work, keep_checkpoints=True)
+        return recorded(setup.accelerator, folder, setup.device.signals, work, keep_checkpoints=True)
 
 
 def train_steps(setup: PretrainSetup, folder: RunFolder) -> tuple[float | None, Monitor]:
@@ -255,7 +264,7 @@ def train_steps(setup: PretrainSetup, folder: RunFolder) -> tuple[float | None, 
     with Display(recipe.steps, visible=accelerator.is_main_process, steps_per_epoch=per_epoch) as display:
         display.begin(step)
         monitor = Monitor(
-            loop, setup.plan, folder, display, setup.viewer.signals, log_every=recipe.log_every,
+            loop, setup.plan, folder, display, setup.device.signals, log_every=recipe.log_every,
             checkpoint_every=recipe.checkpoint_every, advice=lower_rates(settings.lr, None),
             kept={"neighbours_before": before},
         )  # fmt: skip
@@ -270,7 +279,7 @@ def finish(setup: PretrainSetup, folder: RunFolder, before: float | None) -> Non
     if not setup.accelerator.is_main_process:  # what follows is files only; no process waits for another
         return
     lines = [r for r in folder.metrics() if r["kind"] == "train"]
-    skipped = len(setup.viewer.bad.read())
+    skipped = len(setup.bad.read())
     results = {
         "loss": lines[-1]["loss"] if lines else None, "neighbours_before": before, "neighbours": after,
         "steps": recipe.steps, "images": len(setup.images), "bad_images": skipped,
@@ -285,7 +294,7 @@ def finish(setup: PretrainSetup, folder: RunFolder, before: float | None) -> Non
             "(measured only, not used for training)"
         )
     if skipped:
-        out.print(say_skipped(skipped, setup.viewer.bad.path), markup=False)
+        out.print(say_skipped(skipped, setup.bad.path), markup=False)
     out.print(f"fine-tune it with --init {shlex.quote(str(folder.path))}")
     out.print(str(folder.path / "report.html"))
 

@@ -28,7 +28,7 @@ from finetune_mile.training.explain import schedule_is_given
 from finetune_mile.training.memory import gpu_words, need_of
 from finetune_mile.training.pricing import Pace, Price, find_data, find_weights, price, rehearse, stage, time_words
 from finetune_mile.training.processes import Signals, weight_spread
-from finetune_mile.training.setup import Setup
+from finetune_mile.training.task import Model, Task
 
 MOST_READ = 50_000  # images; of more, near-duplicates are not searched either
 LONGEST = 5.0  # seconds of a timed step
@@ -71,16 +71,16 @@ def check_run(
     if not here:
         recipe, init = find_weights(recipe)
     with tempfile.TemporaryDirectory() as folder:
-        setup = stage(recipe, init, Path(folder), signals, data)
+        task, model, device = stage(recipe, init, Path(folder), signals, data)
         if here:
-            yield from check_checkpoint(setup, init, images, bank)
+            yield from check_checkpoint(task, model, device, init, images, bank)
         else:
             absent = "" if recipe.init == resolved.recipe.init else "; its weights are not here: random ones"
-            yield Check("load", "-", f"{resolved.recipe.init}: {setup.report.arch}{absent}")
-        pace = rehearse(setup, LONGEST, Path(folder), here=here)
-        yield from check_step(setup, pace)
-    cost = price(setup.recipe, data, setup.pools, setup.plan, pace, here=here)
-    yield from check_cost(setup, cost, out)
+            yield Check("load", "-", f"{resolved.recipe.init}: {model.report.arch}{absent}")
+        pace = rehearse(task, model, device, LONGEST, Path(folder), here=here)
+        yield from check_step(task, model, device, pace)
+    cost = price(task.recipe, data, task.pools, task.plan, pace, here=here)
+    yield from check_cost(task, model, cost, out)
     # A warning about a recipe of ours that nobody changed would be no advice.
     if schedule_is_given(resolved) or not resolved.path.is_relative_to(shipped("recipes")):
         yield from (Check("warning", "-", sentence) for sentence in cost.warnings)
@@ -104,9 +104,11 @@ def check_images(data: Data, name: str, look: Look | None) -> Iterator[Check]:
 # ------------------------------------------------------------------------------------ the checkpoint
 
 
-def check_checkpoint(setup: Setup, init: Init, images: int, bank: int | None) -> Iterator[Check]:
+def check_checkpoint(
+    task: Task, model: Model, device: Device, init: Init, images: int, bank: int | None
+) -> Iterator[Check]:
     """The file against its card, the load report, and accuracies against the published ones; all processes call it."""
-    main, report, seen = setup.accelerator.is_main_process, setup.report, dict[str, Any]()
+    main, report, seen = device.accelerator.is_main_process, model.report, dict[str, Any]()
     card = find_card(init.name) if init.kind == "card" and init.chosen is None else None
     if card is None:
         yield Check("file", "-", f"{init}: {report.arch}; there is no card to compare it with")
@@ -133,14 +135,16 @@ def check_checkpoint(setup: Setup, init: Init, images: int, bank: int | None) ->
 # ------------------------------------------------------------------------------------ a step, and its room
 
 
-def check_step(setup: Setup, pace: Pace) -> Iterator[Check]:
+def check_step(task: Task, model: Model, device: Device, pace: Pace) -> Iterator[Check]:
     """The steps that were taken, on every process: time, loss, memory; then reading."""
-    recipe, world = setup.recipe, setup.accelerator.num_processes
+    recipe, world = task.recipe, device.accelerator.num_processes
     if recipe.trunk == "frozen":
         yield Check("step", "-", f"--trunk frozen: an image passes the network once, in {float(pace.forward[1]):.3f} s")
         return
-    ranks: list[tuple[float, float, int]] = gather_object([(pace.loss, float(pace.step[1]), _memory(setup, used=True))])
-    same, finite = weight_spread(setup.network) <= SAME, all(math.isfinite(loss) for loss, _, _ in ranks)
+    ranks: list[tuple[float, float, int]] = gather_object(
+        [(pace.loss, float(pace.step[1]), _memory(device, used=True))]
+    )
+    same, finite = weight_spread(model.learner) <= SAME, all(math.isfinite(loss) for loss, _, _ in ranks)
     step, parts = max(seconds for _, seconds, _ in ranks), world * int(recipe.accumulate)
     shown = pace.shown * world
     scaled = "" if shown == recipe.batch_size else f" (from steps with {shown:,} images)"
@@ -148,44 +152,41 @@ def check_step(setup: Setup, pace: Pace) -> Iterator[Check]:
     yield Check("step", "ok" if finite and same else "off", f"{world} process{'es' if world > 1 else ''}, "
                 f"{recipe.batch_size:,} images in {parts} part{'s'[: parts - 1]}: {step:.2f} s{scaled}, loss "
                 f"{pace.loss:.3f}", advice)  # fmt: skip
-    used, total = max(memory for _, _, memory in ranks), _memory(setup, used=False)
+    used, total = max(memory for _, _, memory in ranks), _memory(device, used=False)
     yield Check("memory", "ok" if used <= total else "off", f"a process has used {decimal(used)} of its "
                 f"{decimal(total)}", "--set accumulate=N: the batch stays the same")  # fmt: skip
-    if setup.viewer.workers:
-        yield from _check_loading(setup, pace, step)
+    if device.workers:
+        yield from _check_loading(task, device, pace, step)
     else:
         yield Check("loading", "-", "no loader processes: images are read between the steps")
 
 
-def _memory(setup: Setup, *, used: bool) -> int:
+def _memory(device: Device, *, used: bool) -> int:
     """Most bytes that this process has had on its device so far, or bytes of the device: of a CPU its share."""
-    device = setup.accelerator.device
-    if device.type == "cuda":
-        most, total = torch.cuda.max_memory_reserved(device), torch.cuda.get_device_properties(device).total_memory
+    place = device.accelerator.device
+    if place.type == "cuda":
+        most, total = torch.cuda.max_memory_reserved(place), torch.cuda.get_device_properties(place).total_memory
         return int(most if used else total)
     if used:
         import resource  # not on Windows
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    share = local_processes(setup.accelerator.num_processes)
+    share = local_processes(device.accelerator.num_processes)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // share
 
 
-def _check_loading(setup: Setup, pace: Pace, step: float) -> Iterator[Check]:
+def _check_loading(task: Task, device: Device, pace: Pace, step: float) -> Iterator[Check]:
     """Are images read as fast as a step needs them, and do the batches that are read ahead fit into shared memory?"""
-    recipe, world, here = (
-        setup.recipe,
-        setup.accelerator.num_processes,
-        local_processes(setup.accelerator.num_processes),
-    )
-    workers, cores, one = setup.viewer.workers * here, usable_cores(), 1 / float(pace.reading[1] * setup.viewer.workers)
+    recipe, world = task.recipe, device.accelerator.num_processes
+    here = local_processes(world)
+    workers, cores, one = device.workers * here, usable_cores(), 1 / float(pace.reading[1] * device.workers)
     reading, needed = one * min(workers, cores), recipe.batch_size / step * here / world
     text = f"{one:,.0f} images a second by one loader process, {reading:,.0f} by {workers} on {cores} cores; the steps "
     yield Check("loading", "ok" if reading >= GOOD_ENOUGH * needed else "slow", f"{text}need {needed:,.0f}")
     shared = Path("/dev/shm")
     if shared.is_dir():
         images = PREFETCHED * workers * (recipe.batch_size // (world * int(recipe.accumulate)))
-        need, free = images * 3 * setup.viewer.preprocess.size**2, shutil.disk_usage(shared).free
+        need, free = images * 3 * task.preprocess.size**2, shutil.disk_usage(shared).free
         text = f"batches that are read ahead take {decimal(need)}, {decimal(free)} are free in {shared}"
         advice = f"start the container with --shm-size {math.ceil(1.5 * need / 1e9)}g, or use --set workers=N"
         yield Check("shm", "ok" if need <= free else "off", text, advice)
@@ -194,9 +195,9 @@ def _check_loading(setup: Setup, pace: Pace, step: float) -> Iterator[Check]:
 # ------------------------------------------------------------------------------------ the cost
 
 
-def check_cost(setup: Setup, price: Price, out: Path) -> Iterator[Check]:
+def check_cost(task: Task, model: Model, price: Price, out: Path) -> Iterator[Check]:
     """Steps, forward passes, disk, GPUs and time of the run."""
-    recipe, plan, work = setup.recipe, price.plan, price.work
+    recipe, plan, work = task.recipe, price.plan, price.work
     imitation = sum(phase.steps for phase in plan.phases if phase.name == "imitation")
     text = (
         f"{plan.total_steps:,} of batch {recipe.batch_size} = {plan.total_steps / plan.steps_per_epoch:.1f} epochs of "
@@ -214,7 +215,7 @@ def check_cost(setup: Setup, price: Price, out: Path) -> Iterator[Check]:
         f"checkpoints too); {decimal(free)} are free in {place}"
     )
     yield Check("disk", "ok" if needed <= free else "off", text, "more space, or another place for --out")
-    wanted = setup.requested.model_copy(update={"precision": "bf16"} if setup.requested.precision == "auto" else {})
-    need = need_of(wanted, plan.phases, setup.network, setup.teacher, setup.viewer.preprocess.size)
+    wanted = task.requested.model_copy(update={"precision": "bf16"} if task.requested.precision == "auto" else {})
+    need = need_of(wanted, plan.phases, model.learner, model.teacher, task.preprocess.size)
     yield Check("GPUs", "-", gpu_words(wanted, need))
     yield Check("time", "-", time_words(price.seconds) + ("" if price.here else "; reading images is not in it"))

@@ -12,7 +12,7 @@ from finetune_mile.checkpoints.cards import fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init
 from finetune_mile.config.flags import FORMAT, Parser, check_all, outside
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
-from finetune_mile.images.index import BadImages, Data
+from finetune_mile.images.index import Data
 from finetune_mile.images.sources import load_data, split_name
 
 if TYPE_CHECKING:
@@ -47,18 +47,19 @@ class Embedding:
     ) -> Store:  # fmt: skip
         """The features of one checkpoint, computed where they are not on disk; arguments as in `training.features`."""
         from finetune_mile.checkpoints.loading import open_trunk
+        from finetune_mile.training.device import Device
         from finetune_mile.training.features import embed, full_name
-        from finetune_mile.training.setup import Viewer
+        from finetune_mile.training.task import wanted_workers
 
         opened = open_trunk(init, arch=self.arch)
         own = {} if self.size is None else {"size": self.size}
-        viewer = Viewer(
-            accelerator=accelerator, signals=signals, data=data, seed=0, batch_size=self.batch_size,
-            preprocess=opened.card.preprocess.model_copy(update=own), wanted_workers=self.workers,
-            bad=BadImages(Path("bad_images.csv"), self.data),
+        device = Device(
+            accelerator=accelerator, signals=signals, batch_size=self.batch_size,
+            workers=wanted_workers(self.workers, data, accelerator),
         )  # fmt: skip
+        preprocess = opened.card.preprocess.model_copy(update=own)
         return embed(
-            viewer, opened.network, arch=full_name(opened.report), dtype=self.dtype,
+            device, data, preprocess, opened.network, arch=full_name(opened.report), dtype=self.dtype,
             about={"init": init.text, "data": self.data}, contents=self.verify, path=path, rows=rows, views=views,
         )  # fmt: skip
 

@@ -14,7 +14,8 @@ from finetune_mile.training.plan import MOST_LABELS, Plan, has_trial, unintended
 from finetune_mile.training.settings import phase_table, runs_of, settings_table
 
 if TYPE_CHECKING:
-    from finetune_mile.training.setup import Setup
+    from finetune_mile.training.device import Device
+    from finetune_mile.training.task import Model, Task
 
 SCHEDULE = ("mile.k_t", "mile.k_s", "mile.rho", "mile.warmup", "batch_size", "steps", "epochs")
 SWITCHES = (
@@ -23,12 +24,12 @@ SWITCHES = (
 PIPED_WIDTH = 240  # columns where no terminal says how many there are: a setting is a line
 
 
-def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
+def explain(resolved: Resolved, task: Task, model: Model, device: Device, *, full: bool) -> None:
     """Print the run: a few lines, or with `full` also every setting and the first phases."""
     out = Console(stderr=not full, highlight=False, soft_wrap=True)
     if full and not out.is_terminal:
         out.width = max(out.width, PIPED_WIDTH)
-    recipe, plan, report, world = setup.recipe, setup.plan, setup.report, setup.accelerator.num_processes
+    recipe, plan, report, world = task.recipe, task.plan, model.report, device.accelerator.num_processes
     if full:
         out.print(settings_table(resolved.recipe, resolved.said_by, resolved.sources))
         out.print(phase_table(plan.phases))
@@ -37,14 +38,14 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
     out.print(f"recipe  {resolved.path.name} ({resolved.why})")
     new = f" ({', '.join(report.reset)})" if 0 < len(report.reset) < 3 else ""
     out.print(
-        f"init    {setup.card.name}: {report.arch}, format {report.format} ({report.why}); "
+        f"init    {model.card.name}: {report.arch}, format {report.format} ({report.why}); "
         f"{len(report.loaded)} tensors loaded, {len(report.reset)} new{new}, "
         f"{len(report.dropped)} ignored"
     )
-    if recipe.data.partition(":")[0] != "demo" and setup.card.name == "simclr-demo":
-        weights = sum(p.numel() for p in (setup.complete or setup.network).parameters())
+    if recipe.data.partition(":")[0] != "demo" and model.card.name == "simclr-demo":
+        weights = sum(p.numel() for p in model.network.parameters())
         out.print(
-            f"warning: --init {setup.card.name} is tiny ({weights:,} parameters) and has seen {setup.card.data} only. "
+            f"warning: --init {model.card.name} is tiny ({weights:,} parameters) and has seen {model.card.data} only. "
             "Use --init FILE, or a name from `finetune-mile weights ls`, for more accuracy.",
             style="yellow", markup=False,
         )  # fmt: skip
@@ -53,28 +54,28 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
     if report.others:
         others = ", ".join(f"::{name}" for name in report.others)
         out.print(f"        other backbones in the file: {others} ({report.reason})", markup=False)
-    labelled, everything = len(setup.pools.indices["labelled"]), len(setup.pools.images)
-    aside, size = len(setup.pools.calibration), setup.viewer.preprocess.size
+    labelled, everything = len(task.pools.indices["labelled"]), len(task.pools.images)
+    aside, size = len(task.pools.calibration), task.preprocess.size
     out.print(
-        f"data    {setup.data.name}: {labelled:,} of {everything:,} training images keep their label, "
+        f"data    {task.data.name}: {labelled:,} of {everything:,} training images keep their label, "
         f"{f'{aside:,} are held out for rho: auto, ' if aside else ''}"
-        f"{len(setup.data.val):,} validation images, "
-        f"{'' if setup.data.test is None else f'{len(setup.data.test):,} test images (scored once, at the end), '}"
-        f"{setup.num_classes:,} classes, shown at {size} x {size} pixels (--size)"
+        f"{len(task.data.val):,} validation images, "
+        f"{'' if task.data.test is None else f'{len(task.data.test):,} test images (scored once, at the end), '}"
+        f"{task.num_classes:,} classes, shown at {size} x {size} pixels (--size)"
     )
-    given = setup.data.train.given
+    given = task.data.train.given
     unused = len(given) - int(((given > 0).any(1) if given.ndim == 2 else given >= 0).sum())
     if recipe.semi == "none" and unused:
         out.print(f"        {unused:,} images have no label and are not used; use them with --method mile --semi all")
     if schedule_is_given(resolved):  # else it is the recipe's business
-        for sentence in unintended(recipe, plan, labelled, setup.num_classes):
+        for sentence in unintended(recipe, plan, labelled, task.num_classes):
             out.print(f"warning: {sentence}", style="yellow", markup=False)
-    for sentence in setup.data.notes:
+    for sentence in task.data.notes:
         out.print(f"note: --data {recipe.data}: {sentence}", markup=False)
-    if setup.data.unreadable:
-        sentence = say_unreadable(setup.data.unreadable)
+    if task.data.unreadable:
+        sentence = say_unreadable(task.data.unreadable)
         out.print(f"warning: --data {recipe.data}: {sentence}", style="yellow", markup=False)
-    own = None if recipe.init == "none" else setup.own_size
+    own = None if recipe.init == "none" else model.own_size
     if own is not None and size < own and recipe.trunk != "frozen":
         out.print(
             f"note: --size {size} is below the checkpoint's own {own} pixels, which can cost more accuracy than "
@@ -82,7 +83,7 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
             markup=False,
         )
     if recipe.trunk != "all":
-        learning = sum(p.numel() for p in setup.network.parameters() if p.requires_grad)
+        learning = sum(p.numel() for p in model.learner.parameters() if p.requires_grad)
         way = "on features that are computed once, without augmentation" if recipe.trunk == "frozen" else "on images"
         out.print(f"trunk   {recipe.trunk}: {learning:,} parameters learn, {way}")
     if recipe.head_init == "probe":
@@ -103,7 +104,7 @@ def explain(resolved: Resolved, setup: Setup, *, full: bool) -> None:
     )
     out.print(
         f"batch   {recipe.batch_size} images = {world} process{'es' if world > 1 else ''} x {recipe.accumulate} "
-        f"part{'s' if recipe.accumulate != 1 else ''} x {share} images, on {setup.accelerator.device} with "
+        f"part{'s' if recipe.accumulate != 1 else ''} x {share} images, on {device.accelerator.device} with "
         f"{threads} thread{'s' if threads > 1 else ''}, precision {recipe.precision}"
     )
     on, off = ([name for name in SWITCHES if getattr(recipe, name) is value] for value in (True, False))

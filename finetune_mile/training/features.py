@@ -11,8 +11,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,21 +29,21 @@ from finetune_mile.compute.rows import BAD, FACTS, MISSING, Dtype, begin, check_
 from finetune_mile.compute.rows import DONE as DONE
 from finetune_mile.compute.rows import Split as Split
 from finetune_mile.compute.rows import Store as Store
-from finetune_mile.config.schema import Recipe
 from finetune_mile.core.console import progress
 from finetune_mile.core.files import cache, locked
 from finetune_mile.core.in_memory import SCHEME
 from finetune_mile.core.problems import BadImage, Failed, Problem
-from finetune_mile.core.types import Batch, Pool
-from finetune_mile.images.index import BadImages, Bytes, Files, ImageSet, Joined, Picked, TarFiles
+from finetune_mile.core.types import Batch, Pool, Preprocess
+from finetune_mile.images.index import BadImages, Bytes, Data, Files, ImageSet, Joined, Picked, TarFiles
 from finetune_mile.images.order import Indices, Key
 from finetune_mile.images.pipeline import Augmentation, Readers, Views
 from finetune_mile.images.sources.hf import Rows
-from finetune_mile.images.splits import Pools
 from finetune_mile.learning.roles import weights_hash
-from finetune_mile.networks.parts import split_head, use_head
+from finetune_mile.networks.parts import split_head
+from finetune_mile.training.device import Device
 from finetune_mile.training.processes import stop_together
-from finetune_mile.training.setup import Viewer
+from finetune_mile.training.task import Model, Task
+from finetune_mile.training.task import Split as TaskSplit
 
 FORMAT = 1  # of a store; another number is another key
 FLUSH = 256  # images of a process between two records on disk
@@ -54,7 +53,9 @@ VIEW_SEED = 0
 
 
 def embed(
-    viewer: Viewer,
+    device: Device,
+    data: Data,
+    preprocess: Preprocess,
     network: nn.Module,
     *,
     arch: str,
@@ -69,7 +70,9 @@ def embed(
     """Compute the features that are not on disk yet; all processes call it.
 
     Args:
-        viewer: data, preprocessing and device.
+        device: where to compute.
+        data: the images.
+        preprocess: the input that the network expects.
         network: images (B, 3, H, W) to features (B, D).
         arch: the name of the network, with all that its weights do not say, such as the padding.
         about: --init and --data, for people.
@@ -80,73 +83,93 @@ def embed(
         rows: the images that are needed; None: all.
         views: augmented views of the training images beside the plain one.
     """
-    accelerator, data = viewer.accelerator, viewer.data
+    accelerator = device.accelerator
     network = network.to(accelerator.device).eval()
-    main = accelerator.is_main_process
+    needed = rows or {"train": np.arange(len(data.train)), "val": np.arange(len(data.val))}
     shared: list[Any] = [None, None, None]
     with contextlib.ExitStack() as held:
-        if main:
+        if accelerator.is_main_process:
             precision = accelerator.mixed_precision if mixed else "no"
-            facts = depends_on(network, arch, viewer, dtype=dtype, precision=precision, contents=contents)
+            facts = depends_on(network, arch, data, preprocess, dtype=dtype, precision=precision, contents=contents)
             key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
             store = Store(path or cache() / "features" / key[:24])
             check_store(store, facts)
-            needed = rows or {"train": np.arange(len(data.train)), "val": np.arange(len(data.val))}
             parts: list[tuple[Split, int]] = [(split, 0) for split in needed]
             parts += [("train", view) for view in range(1, views + 1)]
-
-            def missing() -> list[tuple[Split, int, Indices]]:
-                states = ((split, view, store.state(split, view)) for split, view in parts)
-                left = [
-                    (split, view, needed[split][state[needed[split]] != DONE] if len(state) else needed[split])
-                    for split, view, state in states
-                ]
-                return [part for part in left if len(part[2])]
-
-            todo = missing()
+            todo = _missing(store, parts, needed)
             if todo or path is not None:
-                try:
-                    store.path.mkdir(parents=True, exist_ok=True)
-                except OSError as error:
-                    raise Problem(
-                        f"{store.path}: cannot be made ({error.strerror}); name another cache with FINETUNE_MILE_CACHE"
-                    ) from error
-                sentence = f"{store.path}: another process is computing these features; wait for it, then run again"
-                held.enter_context(locked(store.path / ".lock", sentence))
+                held.enter_context(_locked(store))
                 counts = {"train": len(data.train), "val": len(data.val)}
                 begin(store, {"key": key, "images": counts, "depends_on": facts, **about}, data)
-                todo = missing()  # another process may have been at work until now
-                for split, view, _ in todo:
-                    preallocate(store, split, view, _width(network, viewer), data, dtype)
-                found = sum(
-                    reuse(store, facts, split, data.train if split == "train" else data.val, indices, viewer.tick)
-                    for split, view, indices in todo
-                    if view == 0
-                )
-                if found:
-                    known = sum(len(indices) for _, view, indices in todo if view == 0)
-                    sys.stderr.write(f"features of {found:,} of {known:,} photos were computed before and are copied\n")
-                    todo = missing()
+                for split, view, _ in _missing(store, parts, needed):
+                    preallocate(store, split, view, _width(network, preprocess), data, dtype)
+                _copy_known(store, facts, data, _missing(store, parts, needed), device.tick)
+                todo = _missing(store, parts, needed)  # another process may have been at work until now
             shared = [str(store.path), todo, None]
         broadcast_object_list(shared)
         store, todo = Store(Path(shared[0])), shared[1]
         total = sum(len(indices) for _, _, indices in todo)
-        with progress(f"features of {about.get('init', '')}", total, quiet=not main) as advance:
+        with progress(f"features of {about.get('init', '')}", total, quiet=not accelerator.is_main_process) as advance:
+            bad = BadImages(store.path / "bad_images.csv", about["data"])
             for split, view, indices in todo:
-                _fill(viewer, network, store, split, view, indices, advance, mixed=mixed)
+                images = data.train if split == "train" else data.val
+                record = partial(bad.add, split, images.ids)
+                shown = Views(images, preprocess, VIEW if view else None, VIEW_SEED, on_bad=record)
+                _fill(device, network, shown, store, (split, view, indices), advance, mixed=mixed)
         accelerator.wait_for_everyone()
     return store
 
 
-def stored(viewer: Viewer, network: nn.Module, arch: str, train: Indices) -> Store | None:
+def _missing(
+    store: Store, parts: list[tuple[Split, int]], needed: Mapping[Split, Indices]
+) -> list[tuple[Split, int, Indices]]:
+    """The splits and views of which some needed images are not on disk, and these images."""
+    states = ((split, view, store.state(split, view)) for split, view in parts)
+    left = [
+        (split, view, needed[split][state[needed[split]] != DONE] if len(state) else needed[split])
+        for split, view, state in states
+    ]
+    return [part for part in left if len(part[2])]
+
+
+@contextlib.contextmanager
+def _locked(store: Store) -> Iterator[None]:
+    """Make the folder of a store, and keep other processes out of it."""
+    try:
+        store.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Problem(
+            f"{store.path}: cannot be made ({error.strerror}); name another cache with FINETUNE_MILE_CACHE"
+        ) from error
+    sentence = f"{store.path}: another process is computing these features; wait for it, then run again"
+    with locked(store.path / ".lock", sentence):
+        yield
+
+
+def _copy_known(
+    store: Store, facts: Mapping[str, Any], data: Data, todo: list[tuple[Split, int, Indices]],
+    tick: Callable[[], None],
+) -> None:  # fmt: skip
+    """Copy the features of photos that were computed before, in another list of photos."""
+    plain = [(split, indices) for split, view, indices in todo if view == 0]
+    found = sum(
+        reuse(store, facts, split, data.train if split == "train" else data.val, indices, tick)
+        for split, indices in plain
+    )
+    if found:
+        known = sum(len(indices) for _, indices in plain)
+        sys.stderr.write(f"features of {found:,} of {known:,} photos were computed before and are copied\n")
+
+
+def stored(data: Data, preprocess: Preprocess, network: nn.Module, arch: str, train: Indices) -> Store | None:
     """The cached features of some training images and of all validation images, where they are complete.
 
     Arguments as in `embed`; images are not even listed if no store has as many of them, the network and the
     preprocessing.
     """
-    data, facts = viewer.data, None
+    facts = None
     alike = {"images": {"train": len(data.train), "val": len(data.val)}, "network": arch}
-    alike["preprocess"] = viewer.preprocess.model_dump(mode="json")
+    alike["preprocess"] = preprocess.model_dump(mode="json")
     rows: dict[Split, Indices] = {"train": train, "val": np.arange(len(data.val))}
     for path in sorted((cache() / "features").glob(f"*/{FACTS}")):
         try:
@@ -156,7 +179,7 @@ def stored(viewer: Viewer, network: nn.Module, arch: str, train: Indices) -> Sto
                 continue
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged, or being written
-        facts = facts or depends_on(network, arch, viewer, dtype="float16", precision="no", contents=False)
+        facts = facts or depends_on(network, arch, data, preprocess, dtype="float16", precision="no", contents=False)
         store = Store(path.parent)
         states = ((store.state(split), needed) for split, needed in rows.items())
         if facts | {"dtype": known["dtype"]} == known and all(
@@ -170,13 +193,14 @@ def stored(viewer: Viewer, network: nn.Module, arch: str, train: Indices) -> Sto
 
 
 class FeatureViews(Views):
-    """Rows of a store in the place of images: an image that could not be read is replaced as in `Views`."""
+    """Rows of features in the place of images: an image that could not be read is replaced as in `Views`."""
 
-    def __init__(self, store: Store, split: Split, images: ImageSet, *others: Any, **more: Any) -> None:
-        """Take the features of a split; other arguments as in `Views`."""
-        self.features, self.readable = store.features(split), store.state(split) == DONE
-        read = partial(_row, self.features, self.readable)
-        super().__init__(dataclasses.replace(images, read=read), *others, **more)
+    def __init__(
+        self, features: npt.NDArray[Any], readable: npt.NDArray[np.bool_], images: ImageSet, *others: Any, **more: Any
+    ) -> None:
+        """Take features (N, D) of all images, and which could be read (N,); other arguments as in `Views`."""
+        self.features, self.readable = features, readable
+        super().__init__(dataclasses.replace(images, read=partial(_row, features, readable)), *others, **more)
 
     def read(self, keys: list[Key]) -> tuple[Batch, dict[int, str]]:
         bad: dict[int, str] = {}
@@ -197,62 +221,43 @@ def _row(features: npt.NDArray[Any], readable: npt.NDArray[np.bool_], index: int
     return torch.from_numpy(features[index].astype(np.float32))
 
 
-@dataclass(slots=True, kw_only=True)
-class FrozenViewer(Viewer):
-    """Shows features of images to a classifier."""
+def on_features(task: Task, model: Model, device: Device, *, scored: bool = True) -> tuple[Task, Device]:
+    """With a frozen trunk: the same task on features, computed now where they are not kept; else nothing changes.
 
-    images: Viewer  # shows the images themselves
-    trunk: nn.Module
-    arch: str
-    init: str
-    dtype: Dtype
-    needed: dict[Split, Indices]
-    store: Store | None = None
-
-    def get_ready(self) -> None:
-        """Compute the features that are not on disk yet: in float32, as `embed` and `probe` do by default."""
-        about = {"init": self.init, "data": self.bad.data}
-        self.store = embed(
-            self.images, self.trunk, arch=self.arch, about=about, dtype=self.dtype, mixed=False, rows=self.needed
-        )
-
-    def prepare(self, images: Tensor) -> Tensor:
-        return images.to(self.accelerator.device, non_blocking=True)
-
-    def outputs(
-        self, network: nn.Module, images: ImageSet, indices: Indices, tick: Callable[[], None] | None = None
-    ) -> Outputs:
-        """Test images, which are shown once, go through the trunk: their features are not kept."""
-        if images is self.data.test:
-            return self.images.outputs(nn.Sequential(self.trunk, network).eval(), images, indices, tick)
-        return Viewer.outputs(self, network, images, indices, tick)  # super() does not work in a class with slots
-
-    def views(self, images: ImageSet, augmentation: Augmentation | None = None, pool: Indices | None = None) -> Views:
-        if self.store is None:
-            self.get_ready()
-        assert self.store is not None
-        split: Split = "val" if images is self.data.val else "train"
-        return FeatureViews(
-            self.store, split, images, self.preprocess, augmentation, self.seed, pool=pool,
-            on_bad=partial(self.bad.add, split, images.ids),
-        )  # fmt: skip
-
-
-def freeze(
-    viewer: Viewer, network: nn.Module, recipe: Recipe, report: LoadReport, pools: Pools
-) -> tuple[FrozenViewer, nn.Module]:
-    """A run of the classifier alone: what shows it features, and the classifier."""
-    trunk, head = split_head(network)
-    use_head(head, recipe.head, recipe.head_weight)
+    Args:
+        task: on images.
+        model: the checkpoint.
+        device: where to compute.
+        scored: False: the features of the validation images are not needed.
+    """
+    recipe, pools = task.recipe, task.pools
+    if recipe.trunk != "frozen":
+        return task, device
+    trunk, _ = split_head(model.network)
     drawn: tuple[Pool, ...] = ("labelled",) if recipe.semi == "none" else ("labelled", "all")
     train = np.unique(np.concatenate([pools.calibration, *(pools.indices[pool] for pool in drawn)]))
-    frozen = FrozenViewer(
-        accelerator=viewer.accelerator, signals=viewer.signals, data=viewer.data, preprocess=viewer.preprocess,
-        bad=viewer.bad, seed=viewer.seed, batch_size=max(viewer.batch_size, ROWS_AT_ONCE), wanted_workers=0,
-        images=viewer, trunk=trunk, arch=full_name(report), init=recipe.init, dtype=recipe.feature_dtype,
-        needed={"train": train, "val": np.arange(len(viewer.data.val))},
+    rows: dict[Split, Indices] = {"train": train}
+    if scored:
+        rows["val"] = np.arange(len(task.data.val))
+    store = embed(  # in float32, as `embed` and `probe` do by default
+        device, task.data, task.preprocess, trunk, arch=full_name(model.report), dtype=recipe.feature_dtype,
+        about={"init": recipe.init, "data": recipe.data}, mixed=False, rows=rows,
     )  # fmt: skip
-    return frozen, head
+
+    def show_rows(images: ImageSet, split: TaskSplit, augmentation: Augmentation | None, pool: Indices | None) -> Views:
+        shown = task.show(images, split, augmentation, pool)
+        if split == "test":  # shown once, so their features are not kept
+            computed = device.outputs(trunk, shown, np.arange(len(shown.images)))
+            features, readable = computed.rows.numpy(), computed.readable.numpy()
+        else:
+            features, readable = store.features(split), store.state(split) == DONE
+        return FeatureViews(
+            features, readable, shown.images, shown.preprocess, augmentation, shown.seed, pool=pool,
+            on_bad=shown.on_bad,
+        )  # fmt: skip
+
+    large = max(device.batch_size, ROWS_AT_ONCE)
+    return dataclasses.replace(task, show=show_rows), dataclasses.replace(device, batch_size=large, workers=0)
 
 
 def full_name(report: LoadReport) -> str:
@@ -264,23 +269,27 @@ def full_name(report: LoadReport) -> str:
 
 
 def depends_on(
-    network: nn.Module, arch: str, viewer: Viewer, *, dtype: Dtype, precision: str, contents: bool
+    network: nn.Module, arch: str, data: Data, preprocess: Preprocess, *, dtype: Dtype, precision: str, contents: bool
 ) -> dict[str, Any]:
     """All that decides the numbers in a store."""
     if arch.startswith(f"{SCHEME}:"):  # the code of a user's own network may change while its name and weights stay
-        noise = torch.rand(2, 3, viewer.preprocess.size, viewer.preprocess.size, generator=torch.Generator())
-        outputs = show(network, noise.to(viewer.accelerator.device)).float().cpu().numpy()
+        noise = torch.rand(2, 3, preprocess.size, preprocess.size, generator=torch.Generator())
+        outputs = show(network, noise.to(_place(network))).float().cpu().numpy()
         arch += f", outputs {hashlib.sha256(outputs.tobytes()).hexdigest()[:16]}"
     return {
         "format": FORMAT, "network": arch, "weights": weights_hash(network),
-        "preprocess": viewer.preprocess.model_dump(mode="json"), "dtype": dtype,
+        "preprocess": preprocess.model_dump(mode="json"), "dtype": dtype,
         "precision": precision,
         "images": {
             "by": "contents" if contents else "path, size and modification time",
-            "train": images_hash(viewer.data.train, contents=contents),
-            "val": images_hash(viewer.data.val, contents=contents),
+            "train": images_hash(data.train, contents=contents),
+            "val": images_hash(data.val, contents=contents),
         },
     }  # fmt: skip
+
+
+def _place(network: nn.Module) -> torch.device:
+    return next(network.parameters()).device
 
 
 def images_hash(images: ImageSet, *, contents: bool) -> str:
@@ -339,48 +348,44 @@ def _content(images: ImageSet, index: int) -> bytes:
 # ------------------------------------------------------------------------------------------------------- computing
 
 
-def _width(network: nn.Module, viewer: Viewer) -> int:
-    size = viewer.preprocess.size
-    features = show(network, torch.zeros(1, 3, size, size, device=viewer.accelerator.device))
+def _width(network: nn.Module, preprocess: Preprocess) -> int:
+    size = preprocess.size
+    features = show(network, torch.zeros(1, 3, size, size, device=_place(network)))
     if features.ndim != 2:
         raise Problem(f"--init: the network gives {tuple(features.shape)} for an image, not one row of features")
     return features.shape[1]
 
 
 def _fill(
-    viewer: Viewer, network: nn.Module, store: Store, split: Split, view: int, indices: Indices,
+    device: Device, network: nn.Module, views: Views, store: Store, part: tuple[Split, int, Indices],
     advance: Callable[[int], None], *, mixed: bool,
 ) -> None:  # fmt: skip
-    """Compute and write the rows of `indices`; each process has its part of them."""
-    accelerator = viewer.accelerator
-    images = viewer.data.train if split == "train" else viewer.data.val
-    bad = BadImages(store.path / "bad_images.csv", viewer.bad.data)
-    views = Views(
-        images, viewer.preprocess, VIEW if view else None, VIEW_SEED, on_bad=partial(bad.add, split, images.ids)
-    )
+    """Compute and write the rows of some images of a split and view; each process has its part of them."""
+    accelerator, (split, view, indices) = device.accelerator, part
     world = accelerator.num_processes
     share = -(-len(indices) // world)
     mine = indices[accelerator.process_index * share :][:share]
-    size = max(viewer.batch_size // world, 1)
-    parts = [mine[at : at + FLUSH] for at in range(0, share, FLUSH)]  # as many in every process
-    keys = [key for part in parts for key in keys_of(part, size, view)]
-    readers = Readers(workers=viewer.workers, pin=viewer.pin, batch_size=size)
+    size = max(device.batch_size // world, 1)
+    blocks = [mine[at : at + FLUSH] for at in range(0, share, FLUSH)]  # as many in every process
+    keys = [key for block in blocks for key in keys_of(block, size, view)]
+    readers = Readers(workers=device.workers, pin=device.pin, batch_size=size)
     precision = accelerator.autocast if mixed else contextlib.nullcontext
-    computed = stream(network, views, keys, viewer.prepare, readers, precision)
+    prepare = partial(device.prepare, preprocess=views.preprocess)
+    computed = stream(network, views, keys, prepare, readers, precision)
     like = store.features(split, view)
     with store.file(split, view, "npy").open("r+b") as target, store.file(split, view, "done").open("r+b") as record:
-        for part in parts:
-            for members, outputs in islice(computed, -(-len(part) // size)):
+        for block in blocks:
+            for members, outputs in islice(computed, -(-len(block) // size)):
                 _write_rows(target, like, members, outputs)
                 advance(len(members) * world)
-                viewer.tick()
+                device.tick()
             target.flush()
             os.fsync(target.fileno())
-            for index in part.tolist():
+            for index in block.tolist():
                 record.seek(index)
                 record.write(bytes([BAD if index in views.bad else DONE]))
             record.flush()
-            stop_together(accelerator, viewer.signals, 0)
+            stop_together(accelerator, device.signals, 0)
 
 
 def _write_rows(target: Any, like: npt.NDArray[Any], members: Indices, outputs: Outputs) -> None:

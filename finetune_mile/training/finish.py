@@ -47,10 +47,11 @@ from finetune_mile.pages.report import (
     pixels,
     write_report,
 )  # fmt: skip
+from finetune_mile.training.device import Device
 from finetune_mile.training.display import closing_table
 from finetune_mile.training.folder import OWN_SIZE, TRIAL, RunFolder
-from finetune_mile.training.setup import Setup
 from finetune_mile.training.start import MOST_PROBE_IMAGES
+from finetune_mile.training.task import Model, Task
 
 LABEL_BATCH = 65536  # rows written at once
 
@@ -60,6 +61,7 @@ class Scored:
     """What was measured when a run ended. Logits are (n, C)."""
 
     results: dict[str, float]  # of results.json
+    measured: Measured  # what they are means of
     tables: dict[str, dict[str, Tensor]]  # file name to the columns (C,) of per_class.csv
     found: Outputs | None  # logits of the labelled images, for labels.parquet
     shown: Outputs  # logits of the `gallery_images`
@@ -70,56 +72,68 @@ class Scored:
     notes: list[str]  # sentences about the results
 
 
-def finish(setup: Setup, learner: nn.Module, folder: RunFolder, chosen: dict[str, float], share: float) -> None:
+def finish(
+    task: Task, model: Model, device: Device, learner: nn.Module, folder: RunFolder, chosen: dict[str, float],
+    share: float,
+) -> Measured | None:  # fmt: skip
     """Score the student on everything and write what a run leaves behind; all processes call it.
 
     Args:
-        setup: of the run.
+        task: of the run.
+        model: what the learner is a part of.
+        device: where to compute.
         learner: with the weights that are scored and exported.
         folder: of the run.
         chosen: is added to the results.
         share: how far these weights went from the first ones (0) to the last ones (1).
+
+    Returns:
+        What the scores are means of; None but in the first process.
     """
-    scored = score(setup, learner, folder, chosen, share)
+    scored = score(task, device, learner, folder, chosen, share)
     if scored is None:
-        return
+        return None
     for name, table in scored.tables.items():
-        write_per_class(folder.path / name, setup.data.classes, table)
+        write_per_class(folder.path / name, task.data.classes, table)
     write_json(folder.path / "results.json", scored.results)
     if scored.found is not None:
-        write_found(setup, scored.found, scored.threshold, folder.path / "labels.parquet")
-    write_model(setup, learner, scored, folder.path / "export")
-    write_report(setup, scored, folder)
-    if setup.recipe.track != "none":
-        track_pictures(setup, scored, folder)
-    say_results(setup, scored, folder)
+        write_found(task, scored.found, scored.threshold, folder.path / "labels.parquet")
+    write_model(task, model, learner, scored, folder.path / "export")
+    write_report(task, scored, folder)
+    if task.recipe.track != "none":
+        track_pictures(task, scored, folder, device.accelerator.trackers)
+    say_results(task, scored, folder)
+    return scored.measured
 
 
-def score(setup: Setup, learner: nn.Module, folder: RunFolder, chosen: dict[str, float], share: float) -> Scored | None:
+def score(
+    task: Task, device: Device, learner: nn.Module, folder: RunFolder, chosen: dict[str, float], share: float
+) -> Scored | None:
     """All passes over images, and what follows from them; None but in the first process. Arguments as in `finish`."""
-    recipe, data, viewer = setup.recipe, setup.data, setup.viewer
+    recipe, data, val = task.recipe, task.data, task.views("val")
     every = np.arange(len(data.val))
-    outputs = viewer.outputs(learner, data.val, every)
-    results, measured = setup.scores(outputs, torch.from_numpy(every), intervals=True)
-    setup.measured, tables = measured, {PER_CLASS: measured.table}
+    outputs = device.outputs(learner, val, every)
+    results, measured = task.scores(outputs, torch.from_numpy(every), intervals=True)
+    tables = {PER_CLASS: measured.table}
     if data.test is not None:  # here and nowhere else
         every = np.arange(len(data.test))
-        scores, tested = setup.scores(
-            viewer.outputs(learner, data.test, every), torch.from_numpy(every), data.test, intervals=True
-        )
+        scores, tested = task.scores(
+            device.outputs(learner, task.views("test"), every), torch.from_numpy(every), "test",
+            intervals=True,
+        )  # fmt: skip
         tables[f"test_{PER_CLASS}"] = tested.table
         kept = {"images", *(f"{key}{end}" for key, _, _ in CLOSING for end in ("", "_low", "_high"))}
         results |= {f"test_{key}": value for key, value in scores.items() if key in kept}
-    labelled = setup.pools.indices["labelled"]
-    found = viewer.outputs(learner, setup.pools.images, labelled) if recipe.evaluate.labels else None
-    shown = viewer.outputs(learner, data.val, gallery_images(setup).numpy())
-    if not setup.accelerator.is_main_process:  # what follows is files only; no process waits for another
+    labelled, train = task.pools.indices["labelled"], task.views("train")
+    found = device.outputs(learner, train, labelled) if recipe.evaluate.labels else None
+    shown = device.outputs(learner, val, gallery_images(data).numpy())
+    if not device.accelerator.is_main_process:  # what follows is files only; no process waits for another
         return None
-    results |= {"bad_images": len(viewer.bad.read()), "unreadable_files": sum(data.unreadable.values())} | chosen
+    results |= {"bad_images": len(task.bad.read()), "unreadable_files": sum(data.unreadable.values())} | chosen
     lines = folder.start()
     results |= against_probes(results, measured, lines)
     known = sets_of(data.val.given, data.val.truth)[outputs.readable]
-    thresholds, f1 = chosen_thresholds(setup.probabilities(outputs.rows[outputs.readable]), known)
+    thresholds, f1 = chosen_thresholds(task.probabilities(outputs.rows[outputs.readable]), known)
     results |= f1
     advice = lower_rates(float(recipe.optimizer.lr), recipe.optimizer.head_lr)
     warning, published = (
@@ -128,10 +142,10 @@ def score(setup: Setup, learner: nn.Module, folder: RunFolder, chosen: dict[str,
     )
     notes = say_images(results, trial=(folder.path / TRIAL).is_dir(), share=share, step=last_step(recipe, results))
     return Scored(
-        results=results, tables=tables, found=found, shown=shown, thresholds=thresholds,
+        results=results, measured=measured, tables=tables, found=found, shown=shown, thresholds=thresholds,
         threshold=torch.tensor(thresholds) if thresholds else recipe.rho or THRESHOLD,
-        warning=warning or below_own_size(results, viewer.preprocess.size), published=published,
-        notes=notes + say_probe(setup, lines) + lowest_class(data.classes, measured.table) + say_missing(recipe, lines),
+        warning=warning or below_own_size(results, task.preprocess.size), published=published,
+        notes=notes + say_probe(task, lines) + lowest_class(data.classes, measured.table) + say_missing(recipe, lines),
     )  # fmt: skip
 
 
@@ -140,13 +154,13 @@ def last_step(recipe: Recipe, results: Mapping[str, float]) -> int:
     return int(results.get("chosen_step", recipe.steps or 0))
 
 
-def say_probe(setup: Setup, lines: Mapping[str, Any]) -> list[str]:
+def say_probe(task: Task, lines: Mapping[str, Any]) -> list[str]:
     """What `probe_accuracy` or `probe_map` is, where it was measured."""
     if score_of(lines) is None:
         return []
-    fitted = min(len(setup.pools.indices["labelled"]), MOST_PROBE_IMAGES)
+    fitted = min(len(task.pools.indices["labelled"]), MOST_PROBE_IMAGES)
     return [
-        f"probe_{score_of(lines)} is of a linear {setup.recipe.activation} classifier, fitted to the features of "
+        f"probe_{score_of(lines)} is of a linear {task.recipe.activation} classifier, fitted to the features of "
         f"{fitted:,} labelled training images before fine-tuning. It is scored on the same validation images."
     ]
 
@@ -159,39 +173,39 @@ def say_missing(recipe: Recipe, lines: Mapping[str, Any]) -> list[str]:
     return [f"Two lines to beat, a linear probe and k-NN of the checkpoint: {probe_command(recipe)}"]
 
 
-def write_found(setup: Setup, found: Outputs, threshold: float | Tensor, path: Path) -> None:
+def write_found(task: Task, found: Outputs, threshold: float | Tensor, path: Path) -> None:
     """labels.parquet, from logits of the labelled images."""
-    labelled = setup.pools.indices["labelled"][found.readable.numpy()]
-    ids = [setup.pools.images.ids[i] for i in labelled]
-    given = setup.pools.images.given[torch.from_numpy(labelled)]
-    write_labels(path, ids, given, setup.probabilities(found.rows[found.readable]), setup.data.classes, threshold)
+    labelled = task.pools.indices["labelled"][found.readable.numpy()]
+    ids = [task.pools.images.ids[i] for i in labelled]
+    given = task.pools.images.given[torch.from_numpy(labelled)]
+    write_labels(path, ids, given, task.probabilities(found.rows[found.readable]), task.data.classes, threshold)
 
 
-def write_model(setup: Setup, learner: nn.Module, scored: Scored, path: Path) -> None:
+def write_model(task: Task, model: Model, learner: nn.Module, scored: Scored, path: Path) -> None:
     """The export: weights, config.json and the model card."""
-    recipe, data, name = setup.recipe, setup.data, setup.report.arch
+    recipe, data, name = task.recipe, task.data, model.report.arch
     config = {
-        "arch": exported_arch(name) if name.startswith("timm:") else recipe.arch or setup.card.arch,
-        "padding": setup.card.padding, "num_classes": len(data.classes),
-        "classes": list(data.classes), **setup.viewer.preprocess.model_dump(mode="json"),
+        "arch": exported_arch(name) if name.startswith("timm:") else recipe.arch or model.card.arch,
+        "padding": model.card.padding, "num_classes": len(data.classes),
+        "classes": list(data.classes), **task.preprocess.model_dump(mode="json"),
         "activation": recipe.activation, "threshold": recipe.rho or THRESHOLD,
         "method": recipe.method, "data": data.name,
-        "init": public_name(recipe.init), "licence": setup.card.licence, "fraction": recipe.fraction,
+        "init": public_name(recipe.init), "licence": model.card.licence, "fraction": recipe.fraction,
         "steps": last_step(recipe, scored.results), "seed": recipe.seed,
     }  # fmt: skip
     if scored.thresholds:
         config["thresholds"] = scored.thresholds
     if scored.published is not None:
         config["warning"] = scored.published
-    write_export(path, setup.exported(learner), config)
+    write_export(path, model.exported(learner), config)
     with whole_file(path / "README.md") as part:
         part.write_text(model_card(config, scored.results, "own"), encoding="utf-8")
 
 
-def say_results(setup: Setup, scored: Scored, folder: RunFolder) -> None:
+def say_results(task: Task, scored: Scored, folder: RunFolder) -> None:
     """Print the closing table, the notes and what to do next."""
-    recipe, results = setup.recipe, scored.results
-    title = f"{recipe.method} on {setup.data.name}: results on {int(results['images']):,} validation images"
+    recipe, results = task.recipe, scored.results
+    title = f"{recipe.method} on {task.data.name}: results on {int(results['images']):,} validation images"
     out = Console()  # results go where a pipe or `tee` finds them
     if scored.warning is not None:
         out.print(f"warning: {scored.warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -199,7 +213,7 @@ def say_results(setup: Setup, scored: Scored, folder: RunFolder) -> None:
     if len(scored.notes) > 1:  # the first one is the title's
         out.print("\n".join(scored.notes), markup=False, highlight=False, soft_wrap=True)
     if results["bad_images"]:
-        skipped = say_skipped(int(results["bad_images"]), setup.viewer.bad.path)
+        skipped = say_skipped(int(results["bad_images"]), task.bad.path)
         out.print(skipped, markup=False, highlight=False, soft_wrap=True)
     out.print(
         f"Labels of new images: finetune-mile predict {shlex.quote(str(folder.path))} IMAGES "
@@ -222,18 +236,18 @@ def against_probes(results: Mapping[str, float], measured: Measured, lines: Mapp
     return found | edges({**results, **found})
 
 
-def track_pictures(setup: Setup, scored: Scored, folder: RunFolder) -> None:
+def track_pictures(task: Task, scored: Scored, folder: RunFolder, trackers: list[Any]) -> None:
     """Give the timeline of generations and sample predictions to the tracker, where it takes images."""
     figures = {
         "generations": generation_plot(folder.metrics()),
-        "predictions": gallery_figure(gallery(setup, scored.shown, scored.threshold)),
+        "predictions": gallery_figure(gallery(task, scored.shown, scored.threshold)),
     }
     pictures = {name: pixels(figure)[None] for name, figure in figures.items() if figure is not None}
-    for tracker in setup.accelerator.trackers:
+    for tracker in trackers:
         if tracker.name == "tensorboard":
-            tracker.log_images(pictures, step=setup.recipe.steps, dataformats="NHWC")
+            tracker.log_images(pictures, step=task.recipe.steps, dataformats="NHWC")
         elif hasattr(tracker, "log_images"):
-            tracker.log_images(pictures, step=setup.recipe.steps)
+            tracker.log_images(pictures, step=task.recipe.steps)
 
 
 def probe_command(recipe: Recipe) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -20,56 +21,61 @@ from finetune_mile.images.order import Indices
 from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.roles import Roles, weights_hash
 from finetune_mile.learning.stores import Block, LabelStore, encode
+from finetune_mile.training.device import Device
 from finetune_mile.training.folder import remove_written
-from finetune_mile.training.setup import Setup
+from finetune_mile.training.task import Task
 
 BLOCK = 32768  # images whose logits are held at a time: 131 MB with 1,000 classes
 ROWS = 2048  # of them become targets at a time
 
 
 def pool_labeller(
-    setup: Setup, roles: Roles, run: Path, progress: Callable[..., None]
+    task: Task, device: Device, roles: Roles, run: Path, progress: Callable[..., None]
 ) -> Callable[[Phase], LabelStore]:
     """A function that gives the teacher's labels of a phase's pool, on plain views.
 
     Args:
-        setup: data and device.
+        task: the images and the method.
+        device: where to compute.
         roles: who is the teacher.
         run: the run folder.
         progress: told (generation, images labelled, images=in the pool) after each batch.
     """
 
     def label(phase: Phase) -> LabelStore:
-        pool = setup.pools.indices[phase.pool]
+        pool = task.pools.indices[phase.pool]
         parts = [pool[at : at + BLOCK] for at in range(0, len(pool), BLOCK)]
         folder = run / f"pseudo_labels/generation-{phase.generation}"
-        if setup.accelerator.is_main_process:
+        if device.accelerator.is_main_process:
             _make_room(folder)
-        mark = _mark(setup, roles, phase)
+        mark = _mark(task, roles, phase)
         paths = [folder / f"block-{number:05d}.safetensors" for number in range(len(parts))]
         marks = [f"{mark} {hashlib.sha256(part.tobytes()).hexdigest()}" for part in parts]
         blocks = [_read(*block) for block in zip(paths, marks, strict=True)]
-        known = _known_everywhere(setup, blocks)
+        known = _known_everywhere(device.accelerator, blocks)
         done = sum(len(part) for part, is_known in zip(parts, known, strict=True) if is_known)
         for number, part in enumerate(parts):
             if not known[number]:
                 tell = partial(progress, phase.generation, images=len(pool))
-                blocks[number] = _label_block(setup, roles, phase, part, _Ticks(setup, done, tell))
-                if setup.accelerator.is_main_process:
+                tick = _Ticks(device, done, task.recipe.batch_size, tell)
+                blocks[number] = _label_block(task, device, roles, phase, part, tick)
+                if device.accelerator.is_main_process:
                     _write(paths[number], blocks[number], marks[number])
                 done += len(part)
-        rows = torch.full((len(setup.pools.images),), -1, dtype=torch.int32)
+        rows = torch.full((len(task.pools.images),), -1, dtype=torch.int32)
         rows[torch.from_numpy(pool)] = torch.arange(len(pool), dtype=torch.int32)
-        return LabelStore(rows, blocks, BLOCK, setup.num_classes)
+        return LabelStore(rows, blocks, BLOCK, task.num_classes)
 
     return label
 
 
-def _label_block(setup: Setup, roles: Roles, phase: Phase, part: Indices, tick: Callable[[], None]) -> Block:
+def _label_block(
+    task: Task, device: Device, roles: Roles, phase: Phase, part: Indices, tick: Callable[[], None]
+) -> Block:
     assert roles.teacher is not None
-    logits, readable = setup.viewer.outputs(roles.teacher, setup.pools.images, part, tick)
+    logits, readable = device.outputs(roles.teacher, task.views("train"), part, tick)
     for some, read in zip(logits.split(ROWS), readable.split(ROWS), strict=True):  # in place, for the memory
-        targets = setup.recipe.method_value.targets(phase, some)
+        targets = task.recipe.method_value.targets(phase, some)
         some.copy_(targets.masked_fill(~read.unsqueeze(1), 0.0))  # none, also where the rule would take the best one
     return encode(logits, soft=phase.soft)
 
@@ -84,16 +90,10 @@ def _make_room(folder: Path) -> None:
         part.unlink()
 
 
-def _mark(setup: Setup, roles: Roles, phase: Phase) -> str:
+def _mark(task: Task, roles: Roles, phase: Phase) -> str:
     """A hash of all that a label depends on, except for which images there are."""
     assert roles.teacher is not None
-    what = (
-        phase.values,
-        phase.loss,
-        setup.num_classes,
-        setup.recipe.precision,
-        setup.viewer.preprocess.model_dump_json(),
-    )
+    what = (phase.values, phase.loss, task.num_classes, task.recipe.precision, task.preprocess.model_dump_json())
     return weights_hash(roles.teacher, repr(what))
 
 
@@ -115,20 +115,20 @@ def _write(path: Path, block: Block, mark: str) -> None:
         save_file(block, part, metadata={"mark": mark})
 
 
-def _known_everywhere(setup: Setup, blocks: list[Block]) -> list[bool]:
+def _known_everywhere(accelerator: Accelerator, blocks: list[Block]) -> list[bool]:
     """Which blocks every process has read: all of them label a block together, or none."""
-    mine = torch.tensor([bool(block) for block in blocks], dtype=torch.int32, device=setup.accelerator.device)
-    readers: list[int] = setup.accelerator.reduce(mine, reduction="sum").tolist()
-    return [count == setup.accelerator.num_processes for count in readers]
+    mine = torch.tensor([bool(block) for block in blocks], dtype=torch.int32, device=accelerator.device)
+    readers: list[int] = accelerator.reduce(mine, reduction="sum").tolist()
+    return [count == accelerator.num_processes for count in readers]
 
 
 class _Ticks:
-    """Called after each batch: lets the setup stop, and tells how many images all processes have labelled."""
+    """Called after each batch: lets the run stop, and tells how many images all processes have labelled."""
 
-    def __init__(self, setup: Setup, done: int, tell: Callable[[int], None]) -> None:
-        self.setup, self.done, self.tell = setup, done, tell
+    def __init__(self, device: Device, done: int, batch_size: int, tell: Callable[[int], None]) -> None:
+        self.device, self.done, self.batch_size, self.tell = device, done, batch_size, tell
 
     def __call__(self) -> None:
-        self.setup.viewer.tick()
-        self.done += self.setup.recipe.batch_size
+        self.device.tick()
+        self.done += self.batch_size
         self.tell(self.done)

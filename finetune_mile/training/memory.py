@@ -19,7 +19,9 @@ from finetune_mile.core.problems import Failed
 from finetune_mile.learning.phases import Phase
 
 if TYPE_CHECKING:
-    from finetune_mile.training.setup import Setup
+    from accelerate import Accelerator
+
+    from finetune_mile.training.task import Model, Task
 
 GPUS = (16, 24, 40, 80)  # GB
 CONTEXT = 1_500_000_000  # bytes of CUDA, cuDNN and NCCL themselves
@@ -117,18 +119,18 @@ def device_memory(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
-def advise(setup: Setup, error: RuntimeError) -> None:
+def advise(task: Task, model: Model, accelerator: Accelerator, error: RuntimeError) -> None:
     """Turn an out-of-memory error into a sentence that says which settings fit; of any other error say nothing."""
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        raise Failed(advice(setup)) from error
+        raise Failed(advice(task, model, accelerator)) from error
 
 
-def advice(setup: Setup) -> str:
+def advice(task: Task, model: Model, accelerator: Accelerator) -> str:
     """What to type where a run does not fit into the memory."""
-    recipe, accelerator = setup.recipe, setup.accelerator
+    recipe = task.recipe
     batch, memory = recipe.batch_size // accelerator.num_processes, device_memory(accelerator.device)
     now = int(recipe.accumulate)
-    need = need_of(recipe, setup.plan.phases, setup.network, setup.teacher, setup.viewer.preprocess.size)
+    need = need_of(recipe, task.plan.phases, model.learner, model.teacher, task.preprocess.size)
     estimated = 1 if memory is None else need.parts(batch, memory, recipe) or batch // 2
     more = next((n for n in range(now + 1, batch // 2 + 1) if batch % n == 0 and n >= estimated), None)
     ways = [] if recipe.gradient_checkpointing or recipe.compile else ["--set gradient_checkpointing=true"]

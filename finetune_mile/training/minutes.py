@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from finetune_mile.checkpoints.init import Init
     from finetune_mile.training.processes import Signals
-    from finetune_mile.training.setup import Setup
+    from finetune_mile.training.task import Model, Task
 
 MOST_MINUTES = 10_000
 SUMMARY = "minutes.json"
@@ -152,7 +152,7 @@ def train_in_time(
     clock.say("training on all labels, also those of the validation photos")
     file, tree = resumed_recipe(path)
     resolved = check(tree, {}, [], file, "--resume")
-    made.code, text, _, _ = _train(resolved, init, teacher, path, signals, brief=True, only_refit=True)
+    made.code, text, _, _, _ = _train(resolved, init, teacher, path, signals, brief=True, only_refit=True)
     if made.code:
         sys.stdout.write(made.text + text)
     else:
@@ -171,19 +171,19 @@ def _better_one(
 
     resolved = make(["trunk=frozen"])
     clock.say(f"{resolved.recipe.method} on {FROZEN}")
-    code, text, setup, scores = _train(resolved, init, teacher, path, signals, brief=brief)
+    code, text, task, model, scores = _train(resolved, init, teacher, path, signals, brief=brief)
     if code:
         sys.stderr.write(text)
         return Made(code=code)
-    size, measure = setup.viewer.preprocess.size, measure_of(setup.data.val.given)
+    size, measure = task.preprocess.size, measure_of(task.data.val.given)
     first = _about(f"{FROZEN} at {size} px", path, measure)
     counted = int((~scores.isnan()).sum())
     facts: dict[str, Any] = {
         "minutes": clock.minutes, "measure": measure, "method": resolved.recipe.method, "counted": counted,
         "steps": [first], "kept": first["name"], "difference": None, "left_out": [],
     }  # fmt: skip
-    if setup.own_size is not None and size < setup.own_size:
-        facts["own_size"] = setup.own_size
+    if model.own_size is not None and size < model.own_size:
+        facts["own_size"] = model.own_size
     made = Made(facts=facts, text=text)
     if not counted:
         clock.say("no validation photo has a label, so nothing could show that a larger step is better")
@@ -196,7 +196,7 @@ def _better_one(
     clock.say(f"{name}: the model of {FROZEN} is ready in {path}, Ctrl-C keeps it")
     place = path / LARGER / path.name  # its report has the folder's name
     try:
-        code, text, _, others = _train(resolved, init, teacher, place, signals, brief=True)
+        code, text, _, _, others = _train(resolved, init, teacher, place, signals, brief=True)
     except Problem as problem:
         facts["failed"] = " ".join(problem.sentences)
         clock.say(f"{name} failed, {FROZEN} are kept: {facts['failed']}")
@@ -229,20 +229,21 @@ def _train(
     *,
     brief: bool,
     only_refit: bool = False,
-) -> tuple[int, str, Setup, Tensor]:
-    """One run: its exit code, what it printed, its set-up, and its model's scores on the validation images."""
+) -> tuple[int, str, Task, Model, Tensor]:
+    """One run: its exit code, what it printed, task and model, and the model's scores on the validation images."""
     import torch
 
     from finetune_mile.measures.verdicts import compared
     from finetune_mile.training.explain import explain
     from finetune_mile.training.processes import computing
-    from finetune_mile.training.setup import set_up
+    from finetune_mile.training.task import set_up
     from finetune_mile.training.train import open_folder, train
 
-    setup = set_up(resolved.recipe, init, teacher, path, signals)
+    task, model, device = set_up(resolved.recipe, init, teacher, path, signals)
     if not brief:
-        explain(resolved, setup, full=False)
-    folder, recipe, printed = open_folder(setup, path, resume=only_refit, overwrite=False), setup.recipe, io.StringIO()
+        explain(resolved, task, model, device, full=False)
+    folder = open_folder(task, model, device, path, resume=only_refit, overwrite=False)
+    recipe, printed = task.recipe, io.StringIO()
     folder.info[REFIT] = only_refit
     with (
         contextlib.redirect_stdout(printed),
@@ -250,8 +251,8 @@ def _train(
             precision=recipe.precision, benchmark=recipe.cudnn_benchmark is True, deterministic=recipe.deterministic
         ),
     ):
-        code = train(setup, folder)
-    return code, printed.getvalue(), setup, torch.zeros(0) if setup.measured is None else compared(setup.measured)
+        code, measured = train(task, model, device, folder)
+    return code, printed.getvalue(), task, model, torch.zeros(0) if measured is None else compared(measured)
 
 
 def _about(name: str, path: Path, measure: str) -> dict[str, Any]:

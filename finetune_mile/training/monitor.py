@@ -23,11 +23,12 @@ from finetune_mile.learning.phases import Decision, Phase
 from finetune_mile.learning.roles import copy_into, snapshot, tensors_of
 from finetune_mile.measures.guards import RATES, LabelReport, LossAlarm, guard, inspect_labels
 from finetune_mile.training import resume
+from finetune_mile.training.device import Device
 from finetune_mile.training.display import Display
 from finetune_mile.training.folder import RunFolder, alone
 from finetune_mile.training.plan import Plan, learner_role
 from finetune_mile.training.processes import Signals, Stopped, stop_together
-from finetune_mile.training.setup import Setup
+from finetune_mile.training.task import Task, evaluate, on_probe_images
 
 CHOSEN_BY = ("accuracy", "map", "f1@0.5")  # the score that `patience` watches: the first of these that there is
 
@@ -199,13 +200,15 @@ class Monitor:
 class LabelMonitor(Monitor):
     """Also evaluates the learner at the end of phases, and inspects the labels that a new teacher gives."""
 
-    def __init__(self, setup: Setup, loop: Loop, folder: RunFolder, display: Display, alarm: LossAlarm) -> None:
-        recipe, plan = setup.recipe, setup.plan
+    def __init__(
+        self, task: Task, device: Device, loop: Loop, folder: RunFolder, display: Display, alarm: LossAlarm
+    ) -> None:
+        recipe, plan = task.recipe, task.plan
         super().__init__(
-            loop, plan, folder, display, setup.viewer.signals, log_every=recipe.log_every,
+            loop, plan, folder, display, device.signals, log_every=recipe.log_every,
             checkpoint_every=recipe.checkpoint_every, advice=alarm.advice,
         )  # fmt: skip
-        self.setup, self.alarm = setup, alarm
+        self.task, self.device, self.alarm = task, device, alarm
         self.evaluate_every = None if recipe.evaluate.every is None else plan.steps(recipe.evaluate.every)
         self.probe_labels: Tensor | None = None
         self.label_report: LabelReport | None = None
@@ -230,16 +233,16 @@ class LabelMonitor(Monitor):
             self.evaluate(step, phase, ended=ended)
 
     def evaluation_due(self, step: int, *, ended: bool) -> bool:
-        if self.setup.recipe.evaluate.images == 0:
+        if self.task.recipe.evaluate.images == 0:
             return False
-        if step == self.plan.total_steps or (ended and self.setup.recipe.evaluate.phases):
+        if step == self.plan.total_steps or (ended and self.task.recipe.evaluate.phases):
             return True
         return self.evaluate_every is not None and step % self.evaluate_every == 0
 
     def evaluate(self, step: int, phase: Phase, *, ended: bool) -> None:
         """Scores of the learner, and a new teacher's labels; both go into metrics.jsonl."""
         self.loop.agree()
-        scores = self.setup.evaluate(self.loop.roles.learner, self.setup.recipe.evaluate.images)
+        scores = evaluate(self.task, self.device, self.loop.roles.learner, self.task.recipe.evaluate.images)
         report = self._inspect_labels(phase) if ended else None
         role = learner_role(phase)
         record: dict[str, object] = {
@@ -251,8 +254,8 @@ class LabelMonitor(Monitor):
         if self.accelerator.is_main_process:
             self.folder.append(record)
         self.accelerator.log({f"{role}/{k}": v for k, v in scores.items()}, step=step)
-        if self.setup.recipe.patience is not None and role == learner_role(self.plan.phases[-1]):
-            self._judge_progress(step, scores, self.setup.recipe.patience)
+        if self.task.recipe.patience is not None and role == learner_role(self.plan.phases[-1]):
+            self._judge_progress(step, scores, self.task.recipe.patience)
 
     def _judge_progress(self, step: int, scores: dict[str, float], patience: int) -> None:
         """Remember the best weights; stop the loop where there were no better ones for `patience` evaluations."""
@@ -279,16 +282,16 @@ class LabelMonitor(Monitor):
 
     def _inspect_labels(self, phase: Phase) -> LabelReport | None:
         """Describe the labels that the learner, as the next teacher, will give."""
-        method, num_classes = self.setup.recipe.method_value, self.setup.num_classes
+        method, num_classes = self.task.recipe.method_value, self.task.num_classes
         imitation = next((p for p in self.plan.phases if p.name == "imitation"), None)
         if "teacher" not in phase.becomes or imitation is None or not method.guarded:
             return None
-        logits, labels = self.setup.probe(self.loop.roles.learner)
+        logits, labels = on_probe_images(self.task, self.device, self.loop.roles.learner)
         given = given_matrix(labels, num_classes)
         targets = method.targets(imitation, logits)
         targets = torch.maximum(targets, given) if imitation.union else targets
         report, labels = inspect_labels(targets, given, self.probe_labels)
-        for sentence in guard(report, num_classes, self.label_report, new_head=self.setup.recipe.new_head):
+        for sentence in guard(report, num_classes, self.label_report, new_head=self.task.recipe.new_head):
             self.display.warn(f"generation {phase.generation}: {sentence}")
         self.probe_labels, self.label_report = labels, report
         return report

@@ -32,12 +32,13 @@ from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import VAL_SHARE, Pools, read_cards
 from finetune_mile.learning.loop import Loop, StepRecord
 from finetune_mile.learning.phases import Decision, Phase
+from finetune_mile.training.device import Device
 from finetune_mile.training.display import Display, duration
 from finetune_mile.training.folder import KEPT_CHECKPOINTS, RunFolder
 from finetune_mile.training.memory import Need, advise, copies, need_of, numbers_in
 from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, trial_steps, unintended
 from finetune_mile.training.processes import Signals, computing
-from finetune_mile.training.setup import PROBE_IMAGES, Setup, set_up
+from finetune_mile.training.task import PROBE_IMAGES, Model, Task, set_up
 from finetune_mile.training.train import make_loop
 
 # Scheme of --data: training images, validation images, classes.
@@ -137,47 +138,50 @@ class _Timer:
         """Nothing is decided before the first phase."""
 
 
-def rehearse(setup: Setup, longest: float, folder: Path, *, here: bool = True) -> Pace:
+def rehearse(task: Task, model: Model, device: Device, longest: float, folder: Path, *, here: bool = True) -> Pace:
     """Time the first steps of a run in its own loop, on images that are read once; all processes call it.
 
     Args:
-        setup: its network is changed.
+        task: of the run.
+        model: its network is changed.
+        device: where to compute.
         longest: seconds of a step; where all images take longer, fewer are shown and the time is scaled.
         folder: for what the loop writes.
         here: False: the images are noise, so reading them is not timed.
     """
-    recipe, viewer, phase = setup.recipe, setup.viewer, setup.plan.phases[0]
-    need = need_of(recipe, setup.plan.phases, setup.network, setup.teacher, viewer.preprocess.size)
-    part = recipe.batch_size // (setup.accelerator.num_processes * int(recipe.accumulate))
-    batch, reading = _read_some(setup, phase)
+    recipe, accelerator, phase = task.recipe, device.accelerator, task.plan.phases[0]
+    need = need_of(recipe, task.plan.phases, model.learner, model.teacher, task.preprocess.size)
+    part = recipe.batch_size // (accelerator.num_processes * int(recipe.accumulate))
+    batch, reading = _read_some(task, phase)
     switches = computing(
         precision=recipe.precision, benchmark=recipe.cudnn_benchmark is True, deterministic=recipe.deterministic
     )
     try:
-        with switches, Display(setup.plan.total_steps, visible=False) as display:
-            few = {name: members[: 4 * READ] for name, members in setup.pools.indices.items()}  # for a teacher to label
-            small = dataclasses.replace(setup, pools=dataclasses.replace(setup.pools, indices=few))
-            loop = make_loop(small, RunFolder(folder), display)
+        with switches, Display(task.plan.total_steps, visible=False) as display:
+            few = {name: members[: 4 * READ] for name, members in task.pools.indices.items()}  # for a teacher to label
+            small = dataclasses.replace(task, pools=dataclasses.replace(task.pools, indices=few))
+            loop = make_loop(small, model, device, RunFolder(folder), display)
             step, shown, loss = torch.zeros(3), min(part, READ), 0.0
             if recipe.trunk != "frozen":
                 step, shown, loss = _time_steps(loop, phase, batch, part, longest)
-            network, images = setup.teacher or loop.roles.learner, viewer.prepare(_of_size(batch, shown).images)
-            with setup.accelerator.autocast():
+            network = model.teacher or loop.roles.learner
+            images = device.prepare(_of_size(batch, shown).images, task.preprocess)
+            with accelerator.autocast():
                 forward = _quartiles(lambda: show(network, images)) / shown
     except RuntimeError as error:  # torch.OutOfMemoryError is one
-        advise(setup, error)
+        advise(task, model, accelerator, error)
         raise
     return Pace(
-        step=step, forward=forward, reading=reading / max(viewer.workers, 1) * here,
-        ahead=viewer.workers > 0, shown=shown * int(recipe.accumulate), loss=loss, need=need,
-        weights=4 * numbers_in(setup.network),
+        step=step, forward=forward, reading=reading / max(device.workers, 1) * here,
+        ahead=device.workers > 0, shown=shown * int(recipe.accumulate), loss=loss, need=need,
+        weights=4 * numbers_in(model.learner),
     )  # fmt: skip
 
 
-def _read_some(setup: Setup, phase: Phase) -> tuple[Batch, Tensor]:
+def _read_some(task: Task, phase: Phase) -> tuple[Batch, Tensor]:
     """The first images of a phase's pool, and the time that reading one takes in one process."""
-    pool, numbers = setup.pools.indices[phase.pool], itertools.count()
-    views = setup.viewer.views(setup.pools.images, Augmentation(**setup.recipe.augment.of_one_image), pool)
+    pool, numbers = task.pools.indices[phase.pool], itertools.count()
+    views = task.views("train", Augmentation(**task.recipe.augment.of_one_image), pool)
 
     def read() -> Batch:  # other images each time: those that were read are in the system's cache
         return views.read([(0, int(pool[next(numbers) % len(pool)])) for _ in range(READ)])[0]
@@ -288,13 +292,14 @@ def price(recipe: Recipe, data: Data, pools: Pools, plan: Plan, pace: Pace, *, h
     )  # fmt: skip
 
 
-def stage(recipe: Recipe, init: Init, folder: Path, signals: Signals, data: Data) -> Setup:
+def stage(recipe: Recipe, init: Init, folder: Path, signals: Signals, data: Data) -> tuple[Task, Model, Device]:
     """Set a run up for a rehearsal; the features of a frozen trunk, which would be computed first, are not."""
     trunk = "all" if recipe.trunk == "frozen" else recipe.trunk
     teacher = None if recipe.teacher is None else parse_source(recipe.teacher, "--teacher")
-    setup = set_up(recipe.model_copy(update={"trunk": trunk}), init, teacher, folder, signals, data)
-    setup.recipe = setup.recipe.model_copy(update={"trunk": recipe.trunk})
-    return setup
+    whole = recipe.model_copy(update={"trunk": trunk})
+    task, model, device = set_up(whole, init, teacher, folder, signals, data)
+    task.recipe = task.recipe.model_copy(update={"trunk": recipe.trunk})
+    return task, model, device
 
 
 def estimate(recipe: Recipe, signals: Signals) -> Price:
@@ -302,9 +307,9 @@ def estimate(recipe: Recipe, signals: Signals) -> Price:
     recipe, data, here = find_data(recipe.model_copy(update={"truth": None}))  # which changes no count
     recipe, init = find_weights(recipe)
     with tempfile.TemporaryDirectory() as folder:
-        setup = stage(recipe, init, Path(folder), signals, data)
-        pace = rehearse(setup, BRIEF, Path(folder), here=here)
-    return price(setup.recipe, data, setup.pools, setup.plan, pace, here=here)
+        task, model, device = stage(recipe, init, Path(folder), signals, data)
+        pace = rehearse(task, model, device, BRIEF, Path(folder), here=here)
+    return price(task.recipe, data, task.pools, task.plan, pace, here=here)
 
 
 def time_words(seconds: Tensor) -> str:

@@ -38,13 +38,15 @@ from finetune_mile.measures.advice import against, interval, recommended, say_me
 from finetune_mile.measures.probing import doubtful, floor, measure_of, probe, scored
 from finetune_mile.networks.heads import get_head, set_head
 from finetune_mile.pages.report import data_url, png_of, write_page
+from finetune_mile.training.device import Device
 from finetune_mile.training.display import duration
 from finetune_mile.training.embedding import Embedding
+from finetune_mile.training.features import on_features
 from finetune_mile.training.folder import RunFolder
 from finetune_mile.training.minutes import Clock, say_choice, train_in_time
 from finetune_mile.training.processes import Signals
-from finetune_mile.training.setup import Setup, set_up
 from finetune_mile.training.start import start_head
+from finetune_mile.training.task import Model, Task, set_up
 from finetune_mile.training.train import train_phases
 
 SEEDS = 5
@@ -203,11 +205,11 @@ class Quickstart:
                     path = Path(place) / f"{method}-{seed}"
                     recipe = self.recipe(method, seed, fraction, [*FIXED, *sets]).recipe
                     try:
-                        setup = set_up(recipe, self.init, None, path, self.signals)
+                        ready = set_up(recipe, self.init, None, path, self.signals)
                     except Problem as problem:
                         refused[method] = " ".join(problem.sentences)
                         break
-                    score, gates = _train(setup, path, heads)
+                    score, gates = _train(*ready, path, heads)
                     rows.append(score)
                     verdicts += gates[-1:]
                     advance(1)
@@ -257,21 +259,23 @@ class Quickstart:
         )  # fmt: skip
 
 
-def _train(setup: Setup, path: Path, heads: dict[tuple[str, bytes], nn.Linear]) -> tuple[Tensor, list[dict[str, Any]]]:
+def _train(
+    task: Task, model: Model, device: Device, path: Path, heads: dict[tuple[str, bytes], nn.Linear]
+) -> tuple[Tensor, list[dict[str, Any]]]:
     """Train a classifier on features, from a head that fits its labels: its scores, and what `auto` measured."""
-    folder = RunFolder.create(path, to_yaml(setup.recipe), overwrite=False)
-    setup.viewer.get_ready()
-    labels = setup.recipe.activation, setup.pools.indices["labelled"].tobytes()
+    folder = RunFolder.create(path, to_yaml(task.recipe), overwrite=False)
+    task, device = on_features(task, model, device)
+    labels = task.recipe.activation, task.pools.indices["labelled"].tobytes()
     if labels in heads:
-        set_head(setup.network, copy.deepcopy(heads[labels]))
+        set_head(model.learner, copy.deepcopy(heads[labels]))
     else:
-        start_head(setup, fit=True)
-        heads[labels] = copy.deepcopy(get_head(setup.network))
-    loop, _ = train_phases(setup, folder, visible=False)
-    val = setup.data.val
-    logits = setup.viewer.outputs(loop.learner(), val, np.arange(len(val)))
+        start_head(task, device, model.learner, fit=True)
+        heads[labels] = copy.deepcopy(get_head(model.learner))
+    loop, _ = train_phases(task, model, device, folder, visible=False)
+    val = task.data.val
+    logits = device.outputs(loop.learner(), task.views("val"), np.arange(len(val)))
     gates = [record for record in folder.metrics() if record["kind"] == "gate"]
-    return scored(logits, val.given, setup.recipe.activation), gates
+    return scored(logits, val.given, task.recipe.activation), gates
 
 
 def _row(name: str, scores: Tensor, measure: str) -> dict[str, Any]:

@@ -17,63 +17,47 @@ from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.splits import with_validation
 from finetune_mile.pages.card import model_card
-from finetune_mile.training.features import FrozenViewer, freeze
+from finetune_mile.training.device import Device
 from finetune_mile.training.folder import REFIT, RunFolder
 from finetune_mile.training.plan import make_plan
-from finetune_mile.training.setup import Setup
+from finetune_mile.training.task import Model, Task
 
 
-def on_all_labels(setup: Setup, path_of_run: RunFolder, network: nn.Module, complete: nn.Module | None) -> Setup:
-    """The set-up of a run on all labels.
-
-    Args:
-        setup: of the run before.
-        path_of_run: its folder, which has its results.
-        network: as it was before the first step.
-        complete: with a frozen trunk: the backbone and a classifier, as they were.
-    """
-    if setup.pools.images.environment is not None:
+def on_all_labels(task: Task, folder: RunFolder) -> Task:
+    """The same task on all labels; the folder has the results of the run before."""
+    if task.pools.images.environment is not None:
         raise Problem("--refit: images that come from several environments cannot be joined with validation images")
-    before, pools = setup.pools, with_validation(setup.pools, setup.data.val)
-    results = json.loads((path_of_run.path / "results.json").read_text(encoding="utf-8"))
+    before, pools = task.pools, with_validation(task.pools, task.data.val)
+    results = json.loads((folder.path / "results.json").read_text(encoding="utf-8"))
     sizes = {name: len(members) for name, members in pools.indices.items()}
-    steps = results.get("chosen_step", setup.plan.total_steps) * sizes["labelled"] / len(before.indices["labelled"])
-    evaluate = setup.recipe.evaluate.model_copy(update={"images": 0})
-    recipe = setup.recipe.model_copy(
+    steps = results.get("chosen_step", task.plan.total_steps) * sizes["labelled"] / len(before.indices["labelled"])
+    evaluate = task.recipe.evaluate.model_copy(update={"images": 0})
+    recipe = task.recipe.model_copy(
         update={"steps": max(round(steps), 1), "evaluate": evaluate, "track": "none", "patience": None}
     )
-    data, viewer = dataclasses.replace(setup.data, train=pools.images), setup.viewer
-    if isinstance(viewer, FrozenViewer):
-        assert complete is not None
-        seen = dataclasses.replace(viewer.images, data=data)
-        viewer, network = freeze(seen, complete, recipe, setup.report, pools)
-        del viewer.needed["val"]  # nothing is scored
-    else:
-        viewer = dataclasses.replace(viewer, data=data)
+    data = dataclasses.replace(task.data, train=pools.images)
     plan = make_plan(recipe, sizes)
-    return dataclasses.replace(
-        setup, recipe=recipe, viewer=viewer, pools=pools, plan=plan, network=network, complete=complete
-    )
+    return dataclasses.replace(task, recipe=recipe, data=data, pools=pools, plan=plan)
 
 
-def open_refit(setup: Setup, folder: RunFolder) -> RunFolder:
+def open_refit(task: Task, device: Device, folder: RunFolder) -> RunFolder:
     """The folder of the new run, inside that of the run before; made by the first process, or continued."""
     path = folder.path / REFIT
-    if setup.accelerator.is_main_process and not (path / "recipe.yaml").is_file():
-        RunFolder.create(path, to_yaml(setup.recipe), overwrite=False)
-        split = setup.pools.to_json(setup.recipe.fraction, setup.recipe.seed)
-        write_json(path / "split.json", split | {"val_ids": list(setup.data.val.ids)})
-    setup.accelerator.wait_for_everyone()
+    if device.accelerator.is_main_process and not (path / "recipe.yaml").is_file():
+        RunFolder.create(path, to_yaml(task.recipe), overwrite=False)
+        split = task.pools.to_json(task.recipe.fraction, task.recipe.seed)
+        write_json(path / "split.json", split | {"val_ids": list(task.data.val.ids)})
+    device.accelerator.wait_for_everyone()
     return RunFolder.reopen(path)
 
 
-def replace_export(setup: Setup, learner: nn.Module, folder: RunFolder, refitted: RunFolder) -> str:
+def replace_export(task: Task, model: Model, learner: nn.Module, folder: RunFolder, refitted: RunFolder) -> str:
     """Put the new weights in the place of those that were scored; returns what to say about it."""
     config = json.loads((folder.path / "export" / CONFIG).read_text(encoding="utf-8"))
     results = json.loads((folder.path / "results.json").read_text(encoding="utf-8"))
-    labels = len(setup.pools.indices["labelled"])
-    config |= {"refit_labels": labels, "steps": setup.plan.total_steps}
-    write_export(folder.path / "export", setup.exported(learner), config)
+    labels = len(task.pools.indices["labelled"])
+    config |= {"refit_labels": labels, "steps": task.plan.total_steps}
+    write_export(folder.path / "export", model.exported(learner), config)
     with whole_file(folder.path / "export/README.md") as part:
         part.write_text(model_card(config, results, "own"), encoding="utf-8")
     refitted.prune(0)

@@ -111,7 +111,7 @@ def describe(resolved: ResolvedPretrain, setup: PretrainSetup, *, full: bool) ->
         out.print(settings_table(recipe, resolved.said_by, {}))
     weights = sum(p.numel() for p in setup.trunk.parameters())
     out.print(f"recipe  {resolved.path.name} ({resolved.why})")
-    out.print(f"data    {setup.viewer.data.name}: {count:,} images without their labels")
+    out.print(f"data    {setup.data.name}: {count:,} images without their labels")
     out.print(f"network {recipe.arch}, {weights:,} parameters, at {recipe.size} pixels")
     epochs = recipe.steps / setup.plan.steps_per_epoch
     out.print(f"method  {recipe.method}: {recipe.steps:,} steps = {epochs:.1f} epochs")

@@ -9,10 +9,10 @@ from accelerate.utils import gather_object
 from finetune_mile.learning.loop import Loop
 from finetune_mile.learning.roles import Roles
 from finetune_mile.run import main
-from finetune_mile.training.setup import Viewer
+from finetune_mile.training.device import Device
 
 found = {"evaluated": [], "copied": [], "differed": False}
-outputs, leave, step = Viewer.outputs, Roles.leave, Loop._step
+outputs, leave, step = Device.outputs, Roles.leave, Loop._step
 
 
 def the_same(network):
@@ -21,9 +21,9 @@ def the_same(network):
     return sums[0] == sums[1]
 
 
-def watched_outputs(viewer, network, *words, **more):
+def watched_outputs(device, network, *words, **more):
     found["evaluated"].append(the_same(network))
-    return outputs(viewer, network, *words, **more)
+    return outputs(device, network, *words, **more)
 
 
 def watched_leave(roles, phase):
@@ -36,7 +36,7 @@ def watched_step(loop, *words):
     found["differed"] = found["differed"] or not the_same(loop.roles.learner)
 
 
-Viewer.outputs, Roles.leave, Loop._step = watched_outputs, watched_leave, watched_step
+Device.outputs, Roles.leave, Loop._step = watched_outputs, watched_leave, watched_step
 code = main(sys.argv[1:])
 (Path(sys.argv[-1]) / "buffers.json").write_text(json.dumps(found))
 sys.exit(code)

@@ -24,9 +24,10 @@ from finetune_mile.measures.verdicts import over, units, worse_than_probe
 from finetune_mile.run import main
 from finetune_mile.training import plan as planning
 from finetune_mile.training import start as starts
+from finetune_mile.training import task as tasks
+from finetune_mile.training.device import Device
 from finetune_mile.training.explain import how_far, variant_of
 from finetune_mile.training.plan import make_plan, unintended
-from finetune_mile.training.setup import Viewer
 from finetune_mile.training.train import not_rejected
 
 LITTLE = ["--init", "simclr-demo", "--set", "size=24", "--set", "workers=0", "--set", "checkpoint_every=4"]
@@ -89,13 +90,13 @@ def test_held_out_labels_reject_only_what_is_clearly_worse(full, half, kept):
 def test_every_run_tells_the_two_lines_to_beat(photos, tmp_path, monkeypatch):
     """Those of `finetune-mile probe`: from the start, the cache, or a pass of their own; else the command is shown."""
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
-    passes, outputs = [], Viewer.outputs
+    passes, outputs = [], Device.outputs
 
-    def note(self, network, images, *others):
-        passes.append("val" if images is self.data.val else "train")
-        return outputs(self, network, images, *others)
+    def note(self, network, views, *others):
+        passes.append(views.on_bad.args[0])
+        return outputs(self, network, views, *others)
 
-    monkeypatch.setattr(Viewer, "outputs", note)
+    monkeypatch.setattr(Device, "outputs", note)
     flags = [*LITTLE, "--data", f"folder:{photos}", "--keep", "last", "--set", "evaluate.every=null", "--steps", "6"]
 
     def lines(name, *more):
@@ -283,13 +284,13 @@ def test_the_rules_go_with_a_frozen_trunk(photos, tmp_path, few, monkeypatch):
 def test_test_images_are_scored_once_and_decide_nothing(photos, tmp_path, few, monkeypatch, capsys, trunk):
     """Other test images, other scores of test images: nothing else differs."""
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
-    shown, views = [], Viewer.views
+    shown, views = [], tasks.image_views
 
-    def note(self, images, *others):
-        shown.append("test" if images is self.data.test else "other")
-        return views(self, images, *others)
+    def note(preprocess, bad, seed, images, split, *others):
+        shown.append(split)
+        return views(preprocess, bad, seed, images, split, *others)
 
-    monkeypatch.setattr(Viewer, "views", note)
+    monkeypatch.setattr(tasks, "image_views", note)
     data, runs = tmp_path / "photos", [tmp_path / "run", tmp_path / "other"]
     shutil.copytree(photos, data)
     shutil.copytree(photos / "val", data / "test")

@@ -10,7 +10,7 @@ from shortcuts import tinted_photos
 from finetune_mile.cli import main
 from finetune_mile.config.resolve import resolve
 from finetune_mile.core.problems import Failed
-from finetune_mile.training import minutes, pricing, setup
+from finetune_mile.training import minutes, pricing, task
 from finetune_mile.training import plan as planning
 from finetune_mile.training.processes import Signals
 
@@ -181,7 +181,7 @@ def test_the_largest_step_that_fits_is_chosen(monkeypatch):
 
 def test_the_price_of_the_last_block_is_of_a_network_that_learns_no_more(photos, monkeypatch):
     asked = []
-    monkeypatch.setattr(setup, "choose_trainable", lambda network, trunk: asked.append(trunk))
+    monkeypatch.setattr(task, "choose_trainable", lambda network, trunk: asked.append(trunk))
     settings = {"init": "simclr-demo", "data": str(photos)}
     with Signals() as signals:
         price = pricing.estimate(resolve(settings, ["trunk=last:1", "workers=0"]).recipe, signals)

@@ -16,9 +16,9 @@ from finetune_mile.images import pipeline
 from finetune_mile.learning.optim import parameter_groups
 from finetune_mile.methods import mile
 from finetune_mile.run import prepare
-from finetune_mile.training import setup
+from finetune_mile.training import task as tasks
 from finetune_mile.training.processes import Signals
-from finetune_mile.training.setup import set_up
+from finetune_mile.training.task import feed, set_up
 from finetune_mile.training.train import open_folder, train
 
 EXAMPLES = ROOT / "docs/examples"
@@ -39,7 +39,7 @@ def test_the_snippets_run_one_after_another(tmp_path, monkeypatch, capsys):
     """The reader's photos, very small ones."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
-    for module in (setup, pipeline):  # loader processes take longer to start than these images to read
+    for module in (tasks, pipeline):  # loader processes take longer to start than these images to read
         monkeypatch.setattr(module, "default_workers", lambda world: 0)
     draw = np.random.default_rng(0)
     for label, name in enumerate(("cat", "dog")):
@@ -69,17 +69,17 @@ def built_in(tmp_path):
     options = parse([*FLAGS, "--out", str(tmp_path / "run")])
     _, resolved, path, init, teacher = prepare(options)
     with Signals() as signals:
-        ready = set_up(resolved.recipe, init, teacher, path, signals)
-        network, feed, recipe = copy.deepcopy(ready.network), ready.feed("labelled", 0), ready.recipe
-        batches = [
-            (ready.viewer.prepare(batch.images), batch.labels) for batch, _ in zip(feed, range(STEPS), strict=False)
-        ]
-        assert train(ready, open_folder(ready, path, resume=False, overwrite=False)) == 0
+        task, model, device = set_up(resolved.recipe, init, teacher, path, signals)
+        network, recipe = copy.deepcopy(model.network), task.recipe
+        drawn = zip(feed(task, device, "labelled", 0), range(STEPS), strict=False)
+        batches = [(device.prepare(batch.images, task.preprocess), batch.labels) for batch, _ in drawn]
+        folder = open_folder(task, model, device, path, resume=False, overwrite=False)
+        assert train(task, model, device, folder)[0] == 0
     groups = parameter_groups(network, lr=0.02, head_lr=None, weight_decay=recipe.optimizer.weight_decay)
     optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True)
     expected = losses(path)
     assert len(expected) == STEPS
-    assert {phase.name for phase in ready.plan.phases} == {"interaction", "imitation"}
+    assert {phase.name for phase in task.plan.phases} == {"interaction", "imitation"}
     return network, batches, optimizer, expected
 
 

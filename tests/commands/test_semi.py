@@ -35,21 +35,21 @@ def settings(*pairs):
 @pytest.fixture
 def seen(monkeypatch):
     """The given labels of every batch that is drawn, by pool, and how many images were labelled in blocks."""
-    from finetune_mile.training.setup import Setup
+    from finetune_mile.training import train as training
 
     found = {"labels": [], "blocks": []}
-    feed, label_block = Setup.feed, labelling._label_block
+    feed, label_block = training.feed, labelling._label_block
 
-    def recording(self, pool, first_step):
-        for batch in feed(self, pool, first_step):
+    def recording(task, device, pool, first_step):
+        for batch in feed(task, device, pool, first_step):
             found["labels"].append((pool, batch.labels))
             yield batch
 
-    def counting(setup, roles, phase, part, tick):
+    def counting(task, device, roles, phase, part, tick):
         found["blocks"].append((phase.generation, len(part)))
-        return label_block(setup, roles, phase, part, tick)
+        return label_block(task, device, roles, phase, part, tick)
 
-    monkeypatch.setattr(Setup, "feed", recording)
+    monkeypatch.setattr(training, "feed", recording)
     monkeypatch.setattr(labelling, "_label_block", counting)
     return found
 
@@ -115,10 +115,10 @@ from finetune_mile.training import labelling
 from finetune_mile.run import main
 labelling.BLOCK = 64
 label_block = labelling._label_block
-def die(setup, roles, phase, part, tick):
-    if (setup.viewer.bad.path.parent / "pseudo_labels/generation-0/block-00001.safetensors").exists():
+def die(task, device, roles, phase, part, tick):
+    if (task.bad.path.parent / "pseudo_labels/generation-0/block-00001.safetensors").exists():
         os.kill(os.getpid(), signal.SIGKILL)
-    return label_block(setup, roles, phase, part, tick)
+    return label_block(task, device, roles, phase, part, tick)
 labelling._label_block = die
 main({[*SOFT, "--out", str(tmp_path / "killed")]!r})
 """  # fmt: skip

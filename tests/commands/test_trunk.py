@@ -15,8 +15,7 @@ from finetune_mile.images.sources import load_data
 from finetune_mile.networks.heads import build, get_head, new_head
 from finetune_mile.networks.parts import blocks_of, choose_trainable
 from finetune_mile.run import main
-from finetune_mile.training import features, finish
-from finetune_mile.training.setup import Setup
+from finetune_mile.training import features, finish, monitor
 
 PLAIN = ["--arch", "resnet-demo-gn", "--set", "augment.crop=none", "--set", "augment.flip=false"]
 FROZEN = [*PLAIN, "--trunk", "frozen"]
@@ -102,8 +101,8 @@ def test_other_heads_are_trained_and_exported(run_demo, tmp_path, monkeypatch, c
         learners.append(network)
 
     monkeypatch.setattr(finish, "write_export", keep)
-    scored, evaluate = [], Setup.evaluate
-    monkeypatch.setattr(Setup, "evaluate", lambda self, *rest: scored.append(rest[0]) or evaluate(self, *rest))
+    scored, evaluate = [], monitor.evaluate
+    monkeypatch.setattr(monitor, "evaluate", lambda *given: scored.append(given[2]) or evaluate(*given))
     flags = [*SHORT, "--method", "sigmoid", "--data", "demo:40", "--arch", arch, "--trunk", "frozen", *WIDE]
     size = 160 if arch.startswith("timm") else 24
     out = run_demo("run", *flags, "--set", f"head={head}", "--set", f"size={size}", "--set", "head_weight=normal")

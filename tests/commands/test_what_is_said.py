@@ -72,7 +72,7 @@ def test_readme_links_every_page_and_names_what_others_do_not_find():
 
 FLAG = r".+--(resume|recipe|init)|(with|use|it:|it|a|by|backbone:) --data"  # not: `--data X: what is wrong`
 PASTED = re.compile(rf"(finetune-mile [a-z]+( (--)?[a-z][a-z-]*)*|{FLAG}) '?([a-z]+:)?$|\b[Ww]rite [a-z]+:$", re.DOTALL)
-NAMES = ("verb", "options.verb", "name", "args.name", "card.name", "setup.card.name")  # of commands and cards: one word
+NAMES = ("verb", "options.verb", "name", "args.name", "card.name", "model.card.name")  # of commands and cards: one word
 
 
 def bare_values(path):

@@ -14,8 +14,8 @@ from finetune_mile.core.types import Preprocess
 from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources import load_data, load_unlabelled
 from finetune_mile.run import main
+from finetune_mile.training import train as training
 from finetune_mile.training.features import stamper
-from finetune_mile.training.setup import Setup
 
 CLASSES = ("a", "b", "c")
 FLAGS = [
@@ -166,14 +166,14 @@ def test_pretraining_embed_doctor_and_pack_take_images_without_labels(loose, tmp
 @pytest.fixture
 def drawn(monkeypatch):
     """(pool, batch) of every part of a batch that is fed."""
-    seen, feed = [], Setup.feed
+    seen, feed = [], training.feed
 
-    def recording(self, pool, first_step):
-        for batch in feed(self, pool, first_step):
+    def recording(task, device, pool, first_step):
+        for batch in feed(task, device, pool, first_step):
             seen.append((pool, batch))
             yield batch
 
-    monkeypatch.setattr(Setup, "feed", recording)
+    monkeypatch.setattr(training, "feed", recording)
     return seen
 
 

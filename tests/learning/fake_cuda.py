@@ -164,9 +164,9 @@ class Silent:
 def make_mistakes(names):
     """What must be found."""
     from finetune_mile.learning.loop import LabelObjective
-    from finetune_mile.training.setup import Viewer
+    from finetune_mile.training.device import Device
 
-    backward, prepare = LabelObjective.backward, Viewer.prepare
+    backward, prepare = LabelObjective.backward, Device.prepare
     ours = {
         "mixed": lambda images: images * torch.ones(3, 1, 1),
         "double": lambda images: images.double().float(),
@@ -180,13 +180,13 @@ def make_mistakes(names):
     if "read" in names:
         LabelObjective.backward = reads
 
-    def worse(viewer, images):
-        images = prepare(viewer, images)
+    def worse(device, images, preprocess):
+        images = prepare(device, images, preprocess)
         for name in names:
             images = ours.get(name, lambda same: same)(images)
         return images
 
-    Viewer.prepare = worse
+    Device.prepare = worse
 
 
 def play(folder, mistakes, flags):
@@ -199,8 +199,8 @@ def play(folder, mistakes, flags):
     from finetune_mile.training.folder import RunFolder
     from finetune_mile.training.labelling import pool_labeller
     from finetune_mile.training.processes import Signals
-    from finetune_mile.training.setup import set_up
     from finetune_mile.training.start import lines_to_beat, start_head
+    from finetune_mile.training.task import feed, set_up
     from finetune_mile.training.train import make_loop
 
     options = parse(flags)
@@ -209,39 +209,39 @@ def play(folder, mistakes, flags):
     pretend()
     make_mistakes(mistakes)
     teacher = None if recipe.teacher is None else parse_source(recipe.teacher, "--teacher")
-    setup = set_up(recipe, parse_init(recipe.init), teacher, folder, Signals())
+    task, model, device = set_up(recipe, parse_init(recipe.init), teacher, folder, Signals())
 
     class Display:
         labels = staticmethod(lambda *_, **__: None)
 
-    recipe = setup.recipe
-    said = {"precision": recipe.precision, "phases": len(setup.plan.phases), "steps": setup.plan.total_steps}
+    recipe = task.recipe
+    said = {"precision": recipe.precision, "phases": len(task.plan.phases), "steps": task.plan.total_steps}
     said |= {"on": [name for name in SWITCHES if getattr(recipe, name) is True]}
     with gpu:
-        setup.network.to(GPU)
+        model.learner.to(GPU)
         if recipe.head_init == "probe":
-            start_head(setup, fit=recipe.init != "none")
+            start_head(task, device, model.learner, fit=recipe.init != "none")
         elif recipe.init != "none":
-            lines_to_beat(setup)
+            lines_to_beat(task, model, device)
         said["probe"] = dict(gpu.found)
-        loop = make_loop(setup, RunFolder(folder), Display())
-        setup.viewer.prepare(next(setup.feed("labelled", 0)).images)  # mean and std are copied once
+        loop = make_loop(task, model, device, RunFolder(folder), Display())
+        device.prepare(next(feed(task, device, "labelled", 0)).images, task.preprocess)  # mean and std are copied once
         gpu.found.clear()
         gpu.kernels.clear()
-        loop.train(setup.plan.phases, 0, Silent())
+        loop.train(task.plan.phases, 0, Silent())
         said["training"] = dict(gpu.found)
         said["together"] = sum(count for name, count in gpu.kernels.items() if "_foreach" in name or "_fused" in name)
         for images in (8, 24):
             gpu.found.clear()
-            setup.viewer.outputs(loop.roles.learner, setup.data.val, torch.arange(images).numpy())
+            device.outputs(loop.roles.learner, task.views("val"), torch.arange(images).numpy())
             said[f"evaluation of {images}"] = dict(gpu.found)
-        phase = next((p for p in setup.plan.phases if p.name == "imitation"), None)
+        phase = next((p for p in task.plan.phases if p.name == "imitation"), None)
         if phase is not None and not phase.given and recipe.method != "auto":
             gpu.found.clear()
-            pool_labeller(setup, loop.roles, folder, Display.labels)(phase)
+            pool_labeller(task, device, loop.roles, folder, Display.labels)(phase)
             said["labelling"] = dict(gpu.found)
         gpu.found.clear()
-        setup.exported(loop.learner())
+        model.exported(loop.learner())
         said["export"] = dict(gpu.found)
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()

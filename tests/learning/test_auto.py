@@ -187,8 +187,8 @@ def test_the_softmax_term_is_the_given_label_and_the_teacher():
     logits, targets, teacher = torch.randn(2, 3), torch.rand(2, 3), torch.randn(2, 3)
     given = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     step = StepView(
-        step=0, total_steps=1, samples=torch.arange(2), given=given, teacher_logits=teacher, environment=None,
-        environments=0, class_weights=None, add_up=None, gather=None, processes=1,
+        step=0, total_steps=1, samples=torch.arange(2), given=given, teacher_logits=teacher,
+        class_weights=None, add_up=None, gather=None, processes=1,
         state=None,
     )  # fmt: skip
     ranks = 0.5 * teacher.softmax(1) + 0.5 * given

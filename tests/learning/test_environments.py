@@ -1,6 +1,7 @@
 """IRM and REx: the penalties against naive ones, parts of a batch against the whole, and runs."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,8 +28,8 @@ def penalised(kind, logits, targets, environment, *, add_up=None, weight=7.0):
     """The loss of the method, of one process or of two that add up."""
     step = StepView(
         step=0, total_steps=1, samples=torch.arange(len(logits)), given=targets, teacher_logits=None,
-        environment=environment, environments=3, class_weights=None, add_up=add_up, gather=None,
-        processes=1 if add_up is None else 2, state=None,
+        class_weights=None, add_up=add_up, gather=None, processes=1 if add_up is None else 2,
+        state=SimpleNamespace(environment=environment, count=3),
     )  # fmt: skip
     phase = Phase(
         name="interaction", generation=0, steps=1, start="student", becomes=("student",), loss="cross_entropy",

@@ -20,8 +20,8 @@ GIVEN = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
 
 def step_view(step=0, total=10, state=None):
     return StepView(
-        step=step, total_steps=total, samples=torch.arange(2), given=GIVEN, teacher_logits=None, environment=None,
-        environments=0, class_weights=None, add_up=lambda x: x, gather=lambda x: x, processes=1, state=state,
+        step=step, total_steps=total, samples=torch.arange(2), given=GIVEN, teacher_logits=None,
+        class_weights=None, add_up=lambda x: x, gather=lambda x: x, processes=1, state=state,
     )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def naive_role(logits, estimates, expected):
 
 def test_role_is_the_papers_loss_and_moves_its_estimates_by_their_slope():
     method, phase = phase_of("role", expected=1.5, estimate_lr=0.5)
-    state = role.State(RunView(roles=None, num_classes=4, given=torch.tensor([0, 1]), held_out=None))
+    state = role.State(RunView(roles=None, num_classes=4, given=torch.tensor([0, 1]), environment=None, held_out=None))
     assert state.estimates.sigmoid()[0, 0] == pytest.approx(0.995, abs=1e-4)
     assert bool((state.estimates.sigmoid()[0, 1:] - 0.5).abs().le(0.1001).all())
     before = state.estimates.clone()

@@ -14,7 +14,7 @@ from finetune_mile.core.problems import Problem
 from finetune_mile.run import main as run
 from finetune_mile.training.plan import unintended
 from finetune_mile.training.pricing import count, find_data, find_weights, noise
-from finetune_mile.training.setup import lay_out
+from finetune_mile.training.task import lay_out
 
 SCHEDULE = {"steps": 1000, "k_t": 80, "k_s": 20, "rho": 0.25}
 
