@@ -24,6 +24,7 @@ from finetune_mile.config.resolve import Resolved
 from finetune_mile.core.cores import local_processes, usable_cores
 from finetune_mile.core.files import shipped
 from finetune_mile.images.index import Data
+from finetune_mile.training.device import Device
 from finetune_mile.training.explain import schedule_is_given
 from finetune_mile.training.memory import gpu_words, need_of
 from finetune_mile.training.pricing import Pace, Price, find_data, find_weights, price, rehearse, stage, time_words
@@ -121,7 +122,7 @@ def check_checkpoint(
     counts += f", {len(report.dropped)} ignored"
     yield Check("load", "ok", f"{counts}; format {report.format}, padding {report.padding}")
     published = importlib.import_module("finetune_mile.paper.published")
-    found: list[Check] = list(published.check_accuracies(setup, init, images, bank))
+    found: list[Check] = list(published.check_accuracies(task, model, device, init, images, bank))
     yield from found
     if card is not None and main:
         accuracies = {check.name: check.seen for check in found if check.seen}
@@ -141,9 +142,8 @@ def check_step(task: Task, model: Model, device: Device, pace: Pace) -> Iterator
     if recipe.trunk == "frozen":
         yield Check("step", "-", f"--trunk frozen: an image passes the network once, in {float(pace.forward[1]):.3f} s")
         return
-    ranks: list[tuple[float, float, int]] = gather_object(
-        [(pace.loss, float(pace.step[1]), _memory(device, used=True))]
-    )
+    mine = (pace.loss, float(pace.step[1]), _memory(device, used=True))
+    ranks: list[tuple[float, float, int]] = gather_object([mine])
     same, finite = weight_spread(model.learner) <= SAME, all(math.isfinite(loss) for loss, _, _ in ranks)
     step, parts = max(seconds for _, seconds, _ in ranks), world * int(recipe.accumulate)
     shown = pace.shown * world
