@@ -109,8 +109,7 @@ def _detect_alone(contents: Contents, located: Located) -> Detected:
 def _named(format: str, contents: Contents) -> Detected:
     if format not in ADAPTERS:
         raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
-    why, adapter = f"--format {format}", ADAPTERS[format]
-    return Detected(format=format, why=why, adapter=adapter, contents=contents, forced=True)
+    return Detected(format=format, why=f"--format {format}", adapter=ADAPTERS[format], contents=contents, forced=True)
 
 
 def _recognised(contents: Contents) -> Detected | None:

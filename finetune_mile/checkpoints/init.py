@@ -35,9 +35,7 @@ class Init:
     text: str
     kind: Kind
     name: str  # of the card, of timm's model, owner/name on the hub; else the path
-    choice: str | None = (
-        None  # what follows `::`: a prefix, a format, or one of our networks; several have `::` between
-    )
+    choice: str | None = None  # what follows `::`: a prefix, a format or a network of ours; several with `::` between
     flag: str = "--init"  # for messages
     format: str | None = None  # what --format says
     prefix: str | None = None  # of the backbone

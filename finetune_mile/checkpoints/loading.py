@@ -141,6 +141,7 @@ def load_public(
     else:
         network, card, report = load_network(init, arch=arch, num_classes=num_classes, head_bias="zero")
         if report.classifier == num_classes:
+            text = f"{text.partition('::')[0]}::{init.chosen}" if init.chosen else text
             warnings.warn(
                 f"load({text!r}, num_classes={num_classes}) returns a new, untrained head and ignores the trained "
                 f"classifier in the file; finetune_mile.load_classifier({text!r}) returns the trained one",

@@ -135,8 +135,8 @@ PAWS = Adapter(
 
 
 def _is_dino(contents: Contents) -> str | None:
-    entries = (tensors_of(contents.tree.get(name)) for name in ("teacher", "student"))
-    return "entries teacher and student" if all(entries) else None
+    both = all(tensors_of(contents.tree.get(name)) for name in ("teacher", "student"))
+    return "entries teacher and student" if both else None
 
 
 DINO = Adapter(
