@@ -23,6 +23,7 @@ from finetune_mile.config.flags import parse as parse_run
 from finetune_mile.core.in_memory import SCHEME, named
 from finetune_mile.core.problems import Problem
 from finetune_mile.run import prepare, run
+from finetune_mile.training.embedding import Embedding, probe_checkpoints
 from finetune_mile.training.folder import read_info
 from finetune_mile.verbs import embed as embedding
 from finetune_mile.verbs import evaluate as evaluation
@@ -174,7 +175,8 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
         options, opened = embedding.check(embedding.build_parser().parse_args([*words, *out]))
         from finetune_mile.training.processes import stoppable
 
-        _complete(lambda: stoppable(lambda *processes: stores.append(embedding.compute(options, opened, *processes))))
+        how, more = Embedding.of_flags(options), {"path": options.out, "views": options.views}
+        _complete(lambda: stoppable(lambda *processes: stores.append(how.everything(opened, *processes, **more))))
     splits: tuple[Split, ...] = ("train", "val")
     answer = {}
     for split in splits:
@@ -199,7 +201,10 @@ def probe(init: Network | Sequence[Network], data: Images, **flags: Any) -> dict
         options, opened = probing.check(probing.build_parser().parse_args(words))
         from finetune_mile.training.processes import stoppable
 
-        _complete(lambda: stoppable(lambda *processes: results.append(probing.compute(options, opened, *processes))))
+        how, draws = Embedding.of_flags(options), {name: getattr(options, name) for name in ("fraction", "seeds", "k")}
+        _complete(
+            lambda: stoppable(lambda *processes: results.append(probe_checkpoints(opened, how, *processes, **draws)))
+        )
     return results[0] or {}
 
 
