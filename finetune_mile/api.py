@@ -20,6 +20,7 @@ from finetune_mile.config.flags import SETTINGS, TYPES, RunOptions, empty_value,
 from finetune_mile.core.in_memory import SCHEME, named
 from finetune_mile.core.problems import Problem
 from finetune_mile.run import prepare, run
+from finetune_mile.training.embedding import Embedding, probe_checkpoints
 from finetune_mile.training.folder import read_info
 from finetune_mile.verbs import embed as embedding
 from finetune_mile.verbs import evaluate as evaluation
@@ -169,8 +170,9 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
 
         filled = embedding.build_parser().fill({"init": init_name, "data": data_name, **flags})
         options, opened = embedding.check(filled)
+        how, more = Embedding.of_flags(options), {"path": options.out, "views": options.views}
         with _accelerator_of_its_own():
-            code = stoppable(lambda *processes: stores.append(embedding.compute(options, opened, *processes)))
+            code = stoppable(lambda *processes: stores.append(how.everything(opened, *processes, **more)))
     _raise_if_stopped(code)
     splits: tuple[Split, ...] = ("train", "val")
     answer = {}
@@ -195,8 +197,9 @@ def probe(init: Network | Sequence[Network], data: Images, **flags: Any) -> dict
         from finetune_mile.training.processes import stoppable
 
         options, opened = probing.check(probing.build_parser().fill({"init": names, "data": data_name, **flags}))
+        how, draws = Embedding.of_flags(options), {name: getattr(options, name) for name in ("fraction", "seeds", "k")}
         with _accelerator_of_its_own():
-            code = stoppable(lambda *processes: results.append(probing.compute(options, opened, *processes)))
+            code = stoppable(lambda *processes: results.append(probe_checkpoints(opened, how, *processes, **draws)))
     _raise_if_stopped(code)
     return results[0] or {}
 

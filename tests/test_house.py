@@ -36,20 +36,20 @@ ROADS = {
 }
 # `python -m tests.size`, without paper/; only to be lowered, or raised by what a commit lists. The aim: 14,300.
 STATEMENTS = {
-    "(top)": 338,
-    "checkpoints": 3572,
+    "(top)": 361,
+    "checkpoints": 3895,
     "compute": 218,
-    "config": 699,
+    "config": 727,
     "core": 537,
-    "images": 2529,
+    "images": 2679,
     "learning": 845,
-    "measures": 978,
+    "measures": 990,
     "methods": 570,
-    "networks": 658,
-    "pages": 219,
-    "pretraining": 600,
-    "training": 2899,
-    "verbs": 2188,
+    "networks": 662,
+    "pages": 320,
+    "pretraining": 605,
+    "training": 3472,
+    "verbs": 1032,
 }
 # Left from before these rules. Nothing may be added.
 TOO_LONG = {"images/checks.py:report", "training/explain.py:explain", "training/features.py:embed"}

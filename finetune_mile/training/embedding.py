@@ -63,6 +63,13 @@ class Embedding:
             about={"init": init.text, "data": self.data}, contents=self.verify, path=path, rows=rows, views=views,
         )  # fmt: skip
 
+    def everything(
+        self, init: Init, accelerator: Accelerator, signals: Signals, *, path: Path | None = None, views: int = 0
+    ) -> Store:
+        """The features of all images, labelled or not."""
+        data = load_data(self.data, need_labels=False)
+        return self.features(init, data, accelerator, signals, path=path, views=views)
+
 
 def add_flags(parser: Parser) -> None:
     """The flags of an `Embedding`."""

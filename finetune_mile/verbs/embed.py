@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING
 from finetune_mile.checkpoints.init import Init
 from finetune_mile.config.flags import Parser, init_text
 from finetune_mile.images.index import say_skipped
-from finetune_mile.images.sources import load_data
 from finetune_mile.training.embedding import Embedding, add_flags, check_flags
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from finetune_mile.compute.rows import Store
-    from finetune_mile.training.processes import Signals
 
 EPILOG = """examples:
   finetune-mile embed --init moco.pth.tar --data folder:photos features/photos
@@ -46,7 +42,13 @@ def main(argv: list[str]) -> int:
     options, init = check(build_parser().parse_args(argv))
     from finetune_mile.training.processes import stoppable
 
-    return stoppable(lambda accelerator, signals: _embed(options, init, accelerator, signals))
+    how = Embedding.of_flags(options)
+    return stoppable(
+        lambda *processes: show(
+            how.everything(init, *processes, path=options.out, views=options.views),
+            visible=processes[0].is_main_process,
+        )
+    )
 
 
 def check(options: argparse.Namespace) -> tuple[argparse.Namespace, Init]:
@@ -55,16 +57,8 @@ def check(options: argparse.Namespace) -> tuple[argparse.Namespace, Init]:
     return options, init
 
 
-def compute(options: argparse.Namespace, init: Init, accelerator: Accelerator, signals: Signals) -> Store:
-    """The features of all images of --data."""
-    data = load_data(options.data, need_labels=False)
-    how = Embedding.of_flags(options)
-    return how.features(init, data, accelerator, signals, path=options.out, views=options.views)
-
-
-def _embed(options: argparse.Namespace, init: Init, accelerator: Accelerator, signals: Signals) -> None:
-    store = compute(options, init, accelerator, signals)
-    if not accelerator.is_main_process:
+def show(store: Store, *, visible: bool) -> None:
+    if not visible:
         return
     train = store.features("train")
     skipped = int((store.state("train") == 2).sum() + (store.state("val") == 2).sum())

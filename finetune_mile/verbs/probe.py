@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune_mile.checkpoints.init import Init
 from finetune_mile.config.flags import Parser, check_all, init_text, outside
 from finetune_mile.core.files import write_json
 from finetune_mile.training.embedding import Embedding, add_flags, check_flags, probe_checkpoints
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from finetune_mile.training.processes import Signals
 
 EPILOG = """examples:
   finetune-mile probe --init moco.pth.tar --init timm:resnet50.a1_in1k --data folder:photos --fraction 0.1
@@ -46,7 +41,8 @@ def main(argv: list[str]) -> int:
     options, inits = check(build_parser().parse_args(argv))
     from finetune_mile.training.processes import stoppable
 
-    return stoppable(lambda accelerator, signals: _probe(options, inits, accelerator, signals))
+    how, draws = Embedding.of_flags(options), {name: getattr(options, name) for name in ("fraction", "seeds", "k")}
+    return stoppable(lambda *processes: _write(options, probe_checkpoints(inits, how, *processes, **draws)))
 
 
 def check(options: argparse.Namespace) -> tuple[argparse.Namespace, list[Init]]:
@@ -66,18 +62,7 @@ def check(options: argparse.Namespace) -> tuple[argparse.Namespace, list[Init]]:
     return options, check_flags(options, [init_text(text, options.format) for text in options.init])
 
 
-def compute(
-    options: argparse.Namespace, inits: list[Init], accelerator: Accelerator, signals: Signals
-) -> dict[str, Any] | None:
-    """What --json writes; None in other processes than the first."""
-    return probe_checkpoints(
-        inits, Embedding.of_flags(options), accelerator, signals,
-        fraction=options.fraction, seeds=options.seeds, k=options.k,
-    )  # fmt: skip
-
-
-def _probe(options: argparse.Namespace, inits: list[Init], accelerator: Accelerator, signals: Signals) -> None:
-    result = compute(options, inits, accelerator, signals)
+def _write(options: argparse.Namespace, result: dict[str, Any] | None) -> None:
     if result is None:
         return
     show(result)

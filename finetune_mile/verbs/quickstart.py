@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune_mile.checkpoints.choosing import DOWNLOADED, choose_init
 from finetune_mile.config.flags import FORMAT, Parser, check_format, init_text
@@ -15,11 +15,6 @@ from finetune_mile.images.sources import split_name
 from finetune_mile.training.embedding import Embedding, check_flags
 from finetune_mile.training.folder import next_folder
 from finetune_mile.training.minutes import MOST_MINUTES, Clock
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from finetune_mile.training.processes import Signals
 
 EPILOG = """examples:
   finetune-mile quickstart photos                         photos/CLASS/IMAGE.jpg, or photos/train/... and photos/val/...
@@ -71,17 +66,17 @@ def main(argv: list[str]) -> int:
     from finetune_mile.training.processes import stoppable
     from finetune_mile.training.quickstart import Quickstart
 
-    def work(accelerator: Accelerator, signals: Signals) -> None:
-        quickstart = Quickstart(
-            how=how, init=init, reason=reason, out=out, clock=clock, accelerator=accelerator, signals=signals
+    return stoppable(
+        lambda accelerator, signals: show(
+            Quickstart(
+                how=how, init=init, reason=reason, out=out, clock=clock, accelerator=accelerator, signals=signals
+            ).work(),
+            out / "quickstart.html",
         )
-        show(quickstart.work())
-        sys.stdout.write(f"\n{out / 'quickstart.html'}\n")
-
-    return stoppable(work)
+    )
 
 
-def show(facts: dict[str, Any]) -> None:
+def show(facts: dict[str, Any], page: Path) -> None:
     """Print what the page says first."""
     from rich.table import Table
 
@@ -106,3 +101,4 @@ def show(facts: dict[str, Any]) -> None:
     if "fine-tune" in facts["commands"]:
         time_needed = duration(facts["model"]["left_out"][0]["seconds"])
         out.print(f"Or, in about {time_needed}:  {facts['commands']['fine-tune']}", soft_wrap=True, markup=False)
+    sys.stdout.write(f"\n{page}\n")
