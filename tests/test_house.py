@@ -29,19 +29,19 @@ PRETRAIN_RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
 # Measured by `python -m tests.roads`, and a few more for other processors; only to be lowered. The aim (statements,
 # functions, files): run 1,500 / 300 / 45, load 450 / 90 / 16, predict 450 / 80 / 20, imitation 200 / 55 / 14.
 ROADS = {
-    "run": {"statements": 2036, "functions": 421, "files": 61},
+    "run": {"statements": 2024, "functions": 418, "files": 61},
     "load": {"statements": 590, "functions": 112, "files": 23},
     "predict": {"statements": 660, "functions": 118, "files": 29},
     "imitation": {"statements": 280, "functions": 72, "files": 20},
 }
 # `python -m tests.size`, without paper/; only to be lowered, or raised by what a commit lists. The aim: 14,300.
 STATEMENTS = {
-    "(top)": 338,
+    "(top)": 341,
     "checkpoints": 3572,
     "compute": 218,
-    "config": 699,
+    "config": 688,
     "core": 537,
-    "images": 2529,
+    "images": 2528,
     "learning": 845,
     "measures": 978,
     "methods": 570,
@@ -49,7 +49,7 @@ STATEMENTS = {
     "pages": 219,
     "pretraining": 600,
     "training": 2899,
-    "verbs": 2188,
+    "verbs": 2187,
 }
 # Left from before these rules. Nothing may be added.
 TOO_LONG = {

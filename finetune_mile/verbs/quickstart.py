@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_mile.checkpoints.cards import Card, is_cached, list_cards, read_card
 from finetune_mile.checkpoints.init import Init
-from finetune_mile.config.flags import FORMAT, Parser, check_format, init_text
+from finetune_mile.config.flags import FORMAT, Parser, init_text
 from finetune_mile.config.resolve import Resolved, resolve, to_yaml
 from finetune_mile.core.console import progress
 from finetune_mile.core.files import config, write_json
@@ -82,7 +82,6 @@ def build_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
     options = build_parser().parse_args(argv)
-    check_format(options.init, options.format)
     if not 0 < options.minutes <= MOST_MINUTES:
         raise Problem(f"--minutes {options.minutes:g}: must be above 0 and at most {MOST_MINUTES:,}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -99,7 +98,7 @@ def main(argv: list[str]) -> int:
 
 def choose_init(options: argparse.Namespace) -> tuple[str, str]:
     """The checkpoint to use, and why this one."""
-    if options.init is not None:
+    if options.init is not None or options.format is not None:
         return init_text(options.init, options.format), "--init"
     folder = Path(options.data.removeprefix("folder:"))
     files = sorted(p for p in folder.iterdir() if p.name.endswith(ENDINGS)) if folder.is_dir() else []
