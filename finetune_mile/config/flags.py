@@ -140,18 +140,18 @@ class RunOptions:
     @property
     def given(self) -> dict[str, Any]:
         """The settings as a recipe has them: --format is a part of --init."""
-        own = {} if self.format is None else {"init": init_text(self.settings["init"], self.format)}
+        own = {} if self.format is None else {"init": init_text(self.settings.get("init"), self.format)}
         return {**self.settings, **own}
 
     def check(self) -> None:
-        """Refuse a --format without its --init, and what does not go with --resume."""
-        check_format(self.settings.get("init"), self.format)
+        """Refuse what does not go with --resume."""
         if self.resume == AUTO and (self.out is None or self.overwrite):
             fix = "leave out --overwrite" if self.overwrite else "add --out DIR"
             raise Problem(f"--resume auto starts or continues the run in --out: {fix}")
         if self.resume in (None, AUTO):
             return
-        others = sorted({*self.settings} | ({"set"} if self.sets else set()))
+        more = {"set": self.sets, "format": self.format}
+        others = sorted([*self.settings, *(key for key, value in more.items() if value)])
         if others or self.out is not None or self.overwrite:
             name = flag_of(others[0]) if others else "--out or --overwrite"
             raise Problem(
@@ -293,14 +293,11 @@ def flag_of(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def init_text(init: str, format: str | None) -> str:
+def init_text(init: str | None, format: str | None) -> str:
     """--init with its --format, as a recipe keeps the two."""
-    return init if format is None else f"{init}::format={format}"
-
-
-def check_format(init: str | None, format: str | None) -> None:
-    if format is not None and init is None:
+    if init is None:
         raise Problem(f"--format {format} describes the file of --init; give --init FILE too")
+    return init if format is None else f"{init}::format={format}"
 
 
 def empty_value(flag: str) -> str:

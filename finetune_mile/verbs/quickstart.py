@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune_mile.checkpoints.choosing import DOWNLOADED, choose_init
-from finetune_mile.config.flags import FORMAT, Parser, check_format, init_text
+from finetune_mile.config.flags import FORMAT, Parser, init_text
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
 from finetune_mile.training.embedding import Embedding, check_flags
@@ -47,7 +47,6 @@ def build_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
     options = build_parser().parse_args(argv)
-    check_format(options.init, options.format)
     if not 0 < options.minutes <= MOST_MINUTES:
         raise Problem(f"--minutes {options.minutes:g}: must be above 0 and at most {MOST_MINUTES:,}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -56,7 +55,7 @@ def main(argv: list[str]) -> int:
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise Problem(f"--out {out}: already exists; choose a new folder")
     split_name(options.data)  # before a question about the checkpoint
-    if options.init is None:
+    if options.init is None and options.format is None:
         text, reason = choose_init(options.data, download=options.download)
     else:
         text, reason = init_text(options.init, options.format), "--init"

@@ -189,7 +189,7 @@ def test_format_is_an_answer_on_the_command_line(tmp_path: Path, capsys: pytest.
     assert main(["check", str(tmp_path / "mine.pth"), "--format", "byol-convrt"]) == 2
     assert "did you mean byol-convert?" in capsys.readouterr().err
     with pytest.raises(Problem, match="--format solo-learn describes the file of --init"):
-        parse(["--format", "solo-learn"])
+        _ = parse(["--format", "solo-learn"]).given
 
 
 @pytest.mark.parametrize(("against", "code"), [("wrong", 1), ("shape", 1), ("lacking", 2), ("absent", 2)])
