@@ -36,20 +36,20 @@ ROADS = {
 }
 # `python -m tests.size`, without paper/; only to be lowered, or raised by what a commit lists. The aim: 14,300.
 STATEMENTS = {
-    "(top)": 354,
-    "checkpoints": 3572,
+    "(top)": 358,
+    "checkpoints": 3612,
     "compute": 218,
     "config": 654,
     "core": 537,
-    "images": 2554,
+    "images": 2563,
     "learning": 845,
     "measures": 978,
     "methods": 570,
     "networks": 662,
     "pages": 219,
     "pretraining": 605,
-    "training": 2900,
-    "verbs": 2184,
+    "training": 3042,
+    "verbs": 1891,
 }
 # Left from before these rules. Nothing may be added.
 TOO_LONG = {

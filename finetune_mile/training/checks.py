@@ -72,11 +72,11 @@ def check_run(
         recipe, init = find_weights(recipe)
     with tempfile.TemporaryDirectory() as folder:
         setup = stage(recipe, init, Path(folder), signals, data)
-        if here:
-            yield from check_checkpoint(setup, init, images, bank)
+        if recipe.init == resolved.recipe.init:
+            yield from check_checkpoint(setup, init, images if here else None, bank)
         else:
-            absent = "" if recipe.init == resolved.recipe.init else "; its weights are not here: random ones"
-            yield Check("load", "-", f"{resolved.recipe.init}: {setup.report.arch}{absent}")
+            text = f"{resolved.recipe.init}: {setup.report.arch}; its weights are not here, random ones are used"
+            yield Check("load", "-", text)
         pace = rehearse(setup, LONGEST, Path(folder), here=here)
         yield from check_step(setup, pace)
     cost = price(setup.recipe, data, setup.pools, setup.plan, pace, here=here)
@@ -104,8 +104,11 @@ def check_images(data: Data, name: str, look: Look | None) -> Iterator[Check]:
 # ------------------------------------------------------------------------------------ the checkpoint
 
 
-def check_checkpoint(setup: Setup, init: Init, images: int, bank: int | None) -> Iterator[Check]:
-    """The file against its card, the load report, and accuracies against the published ones; all processes call it."""
+def check_checkpoint(setup: Setup, init: Init, images: int | None, bank: int | None) -> Iterator[Check]:
+    """The file against its card, the load report, and accuracies against the published ones; all processes call it.
+
+    `images` and `bank` as in `check_run`; None: there are no images to measure accuracies on.
+    """
     main, report, seen = setup.accelerator.is_main_process, setup.report, dict[str, Any]()
     card = find_card(init.name) if init.kind == "card" and init.choice is None else None
     if card is None:
@@ -118,6 +121,8 @@ def check_checkpoint(setup: Setup, init: Init, images: int, bank: int | None) ->
     counts = f"{len(report.loaded)} tensors loaded, {len(new)} new ({', '.join(new[:3])}{', ...' * (len(new) > 3)})"
     counts += f", {len(report.dropped)} ignored"
     yield Check("load", "ok", f"{counts}; format {report.format}, padding {report.padding}")
+    if images is None:
+        return
     published = importlib.import_module("finetune_mile.paper.published")
     found: list[Check] = list(published.check_accuracies(setup, init, images, bank))
     yield from found
@@ -149,8 +154,11 @@ def check_step(setup: Setup, pace: Pace) -> Iterator[Check]:
                 f"{recipe.batch_size:,} images in {parts} part{'s'[: parts - 1]}: {step:.2f} s{scaled}, loss "
                 f"{pace.loss:.3f}", advice)  # fmt: skip
     used, total = max(memory for _, _, memory in ranks), _memory(setup, used=False)
-    yield Check("memory", "ok" if used <= total else "off", f"a process has used {decimal(used)} of its "
-                f"{decimal(total)}", "--set accumulate=N: the batch stays the same")  # fmt: skip
+    text = f"a process has used {decimal(used)} of its {decimal(total)}"
+    if scaled:
+        used = max(used, pace.need.fixed + pace.need.per_image * recipe.batch_size // parts)
+        text += f"; with the complete batch it takes about {decimal(used)}"
+    yield Check("memory", "ok" if used <= total else "off", text, "--set accumulate=N: the batch stays the same")
     if setup.viewer.workers:
         yield from _check_loading(setup, pace, step)
     else:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from finetune_mile.checkpoints.cards import find_card, is_cached
 from finetune_mile.checkpoints.init import Init, parse_init, parse_source
@@ -47,7 +46,7 @@ QUARTILES = torch.tensor([0.25, 0.5, 0.75])
 READ = 16  # images that are read at a time, and that fill the timed batch
 BRIEF = 0.5  # seconds of a timed step, where many runs are priced
 STEPS = 4  # timed steps
-ENOUGH_SECONDS = 1.0  # of timing reading, or forward passes
+ENOUGH_SECONDS, MOST = 1.0, 20  # of timing reading, or forward passes
 
 open_data = lru_cache(maxsize=8)(load_data)  # once for all cells of a table; its columns may be other data
 
@@ -211,8 +210,14 @@ def _time_steps(loop: Loop, phase: Phase, batch: Batch, part: int, longest: floa
 
 
 def _quartiles(work: Callable[[], Any]) -> Tensor:
-    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-    return torch.tensor(timer.blocked_autorange(min_run_time=ENOUGH_SECONDS).times).quantile(QUARTILES)
+    """The time of some work, repeated for about a second."""
+    ends = [time.perf_counter()]
+    while len(ends) < STEPS + 1 or (ends[-1] - ends[0] < ENOUGH_SECONDS and len(ends) < MOST):
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+    return torch.tensor(ends, dtype=torch.double).diff().float().quantile(QUARTILES)
 
 
 # ------------------------------------------------------------------------------------ adding up
