@@ -48,7 +48,7 @@ STATEMENTS = {
     "networks": 662,
     "pages": 219,
     "pretraining": 605,
-    "training": 3042,
+    "training": 3043,
     "verbs": 1891,
 }
 # Left from before these rules. Nothing may be added.

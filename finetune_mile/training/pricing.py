@@ -256,7 +256,7 @@ class Price(NamedTuple):
     work: Work
     seconds: Tensor
     disk: dict[str, int]  # most bytes that a run folder holds at once, by purpose
-    memory: int  # bytes of one process
+    memory: int  # bytes of one process, without a teacher that is brought along
     warnings: list[str]  # about the schedule
     here: bool  # False: the images are elsewhere
 
@@ -284,12 +284,13 @@ def price(recipe: Recipe, data: Data, pools: Pools, plan: Plan, pace: Pace, *, h
         seconds = START + with_reading(pace.step, recipe.batch_size) * steps + with_reading(pace.forward) * passes
         if not recipe.labels_once_per_cycle:  # labels of a batch: its images were read to be trained on
             seconds += pace.forward * work.teacher_images
-    saved = pace.weights * (1 + copies(recipe, plan.phases)) * (KEPT_CHECKPOINTS + 1)  # one more while it is written
+    held = copies(recipe, plan.phases)
+    saved = pace.weights * (1 + held) * (KEPT_CHECKPOINTS + 1)  # one more while it is written
     part = recipe.batch_size // int(recipe.accumulate)
     return Price(
         plan=plan, work=work, seconds=seconds, here=here, warnings=unintended(recipe, plan, labelled, classes),
         disk={"checkpoints": saved, "export": pace.weights, "pseudo-labels": work.label_bytes},
-        memory=pace.need.fixed + pace.need.per_image * part + work.label_bytes,
+        memory=pace.weights * (2 + held) + pace.need.per_image * part + work.label_bytes,
     )  # fmt: skip
 
 
