@@ -102,7 +102,7 @@ def _price_cell(recipe: Recipe, teacher: str | None, paces: dict[object, Pace], 
     recipe, data, here = find_data(recipe)
     recipe, init = find_weights(recipe)
     kind = (
-        init, recipe.arch, recipe.size, recipe.method, teacher or recipe.teacher, recipe.batch_size, recipe.accumulate,
+        init, recipe.arch, recipe.size, teacher or recipe.teacher, recipe.batch_size, recipe.accumulate,
         recipe.precision, recipe.optimizer.name, recipe.trunk, recipe.data,
     )  # fmt: skip
     if kind not in paces:

@@ -73,11 +73,11 @@ def check_run(
         recipe, init = find_weights(recipe)
     with tempfile.TemporaryDirectory() as folder:
         task, model, device = stage(recipe, init, Path(folder), signals, data)
-        if here:
-            yield from check_checkpoint(task, model, device, init, images, bank)
+        if recipe.init == resolved.recipe.init:
+            yield from check_checkpoint(task, model, device, init, images if here else None, bank)
         else:
-            absent = "" if recipe.init == resolved.recipe.init else "; its weights are not here: random ones"
-            yield Check("load", "-", f"{resolved.recipe.init}: {model.report.arch}{absent}")
+            text = f"{resolved.recipe.init}: {model.report.arch}; its weights are not here, random ones are used"
+            yield Check("load", "-", text)
         pace = rehearse(task, model, device, LONGEST, Path(folder), here=here)
         yield from check_step(task, model, device, pace)
     cost = price(task.recipe, data, task.pools, task.plan, pace, here=here)
@@ -106,9 +106,12 @@ def check_images(data: Data, name: str, look: Look | None) -> Iterator[Check]:
 
 
 def check_checkpoint(
-    task: Task, model: Model, device: Device, init: Init, images: int, bank: int | None
+    task: Task, model: Model, device: Device, init: Init, images: int | None, bank: int | None
 ) -> Iterator[Check]:
-    """The file against its card, the load report, and accuracies against the published ones; all processes call it."""
+    """The file against its card, the load report, and accuracies against the published ones; all processes call it.
+
+    `images` and `bank` as in `check_run`; None: there are no images to measure accuracies on.
+    """
     main, report, seen = device.accelerator.is_main_process, model.report, dict[str, Any]()
     card = find_card(init.name) if init.kind == "card" and init.chosen is None else None
     if card is None:
@@ -121,6 +124,8 @@ def check_checkpoint(
     counts = f"{len(report.loaded)} tensors loaded, {len(new)} new ({', '.join(new[:3])}{', ...' * (len(new) > 3)})"
     counts += f", {len(report.dropped)} ignored"
     yield Check("load", "ok", f"{counts}; format {report.format}, padding {report.padding}")
+    if images is None:
+        return
     published = importlib.import_module("finetune_mile.paper.published")
     found: list[Check] = list(published.check_accuracies(task, model, device, init, images, bank))
     yield from found
@@ -153,8 +158,11 @@ def check_step(task: Task, model: Model, device: Device, pace: Pace) -> Iterator
                 f"{recipe.batch_size:,} images in {parts} part{'s'[: parts - 1]}: {step:.2f} s{scaled}, loss "
                 f"{pace.loss:.3f}", advice)  # fmt: skip
     used, total = max(memory for _, _, memory in ranks), _memory(device, used=False)
-    yield Check("memory", "ok" if used <= total else "off", f"a process has used {decimal(used)} of its "
-                f"{decimal(total)}", "--set accumulate=N: the batch stays the same")  # fmt: skip
+    text = f"a process has used {decimal(used)} of its {decimal(total)}"
+    if scaled:
+        used = max(used, pace.need.fixed + pace.need.per_image * recipe.batch_size // parts)
+        text += f"; with the complete batch it takes about {decimal(used)}"
+    yield Check("memory", "ok" if used <= total else "off", text, "--set accumulate=N: the batch stays the same")
     if device.workers:
         yield from _check_loading(task, device, pace, step)
     else:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.utils.benchmark import Timer
 
 from finetune_mile.checkpoints.cards import find_card, is_cached
 from finetune_mile.checkpoints.init import Init, parse_init, parse_source
@@ -48,7 +47,7 @@ QUARTILES = torch.tensor([0.25, 0.5, 0.75])
 READ = 16  # images that are read at a time, and that fill the timed batch
 BRIEF = 0.5  # seconds of a timed step, where many runs are priced
 STEPS = 4  # timed steps
-ENOUGH_SECONDS = 1.0  # of timing reading, or forward passes
+ENOUGH_SECONDS, MOST = 1.0, 20  # of timing reading, or forward passes
 
 open_data = lru_cache(maxsize=8)(load_data)  # once for all cells of a table; its columns may be other data
 
@@ -215,8 +214,14 @@ def _time_steps(loop: Loop, phase: Phase, batch: Batch, part: int, longest: floa
 
 
 def _quartiles(work: Callable[[], Any]) -> Tensor:
-    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-    return torch.tensor(timer.blocked_autorange(min_run_time=ENOUGH_SECONDS).times).quantile(QUARTILES)
+    """The time of some work, repeated for about a second."""
+    ends = [time.perf_counter()]
+    while len(ends) < STEPS + 1 or (ends[-1] - ends[0] < ENOUGH_SECONDS and len(ends) < MOST):
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+    return torch.tensor(ends, dtype=torch.double).diff().float().quantile(QUARTILES)
 
 
 # ------------------------------------------------------------------------------------ adding up
@@ -255,7 +260,7 @@ class Price(NamedTuple):
     work: Work
     seconds: Tensor
     disk: dict[str, int]  # most bytes that a run folder holds at once, by purpose
-    memory: int  # bytes of one process
+    memory: int  # bytes of one process, without a teacher that is brought along
     warnings: list[str]  # about the schedule
     here: bool  # False: the images are elsewhere
 
@@ -283,12 +288,13 @@ def price(recipe: Recipe, data: Data, pools: Pools, plan: Plan, pace: Pace, *, h
         seconds = START + with_reading(pace.step, recipe.batch_size) * steps + with_reading(pace.forward) * passes
         if not recipe.labels_once_per_cycle:  # labels of a batch: its images were read to be trained on
             seconds += pace.forward * work.teacher_images
-    saved = pace.weights * (1 + copies(recipe, plan.phases)) * (KEPT_CHECKPOINTS + 1)  # one more while it is written
+    held = copies(recipe, plan.phases)
+    saved = pace.weights * (1 + held) * (KEPT_CHECKPOINTS + 1)  # one more while it is written
     part = recipe.batch_size // int(recipe.accumulate)
     return Price(
         plan=plan, work=work, seconds=seconds, here=here, warnings=unintended(recipe, plan, labelled, classes),
         disk={"checkpoints": saved, "export": pace.weights, "pseudo-labels": work.label_bytes},
-        memory=pace.need.fixed + pace.need.per_image * part + work.label_bytes,
+        memory=pace.weights * (2 + held) + pace.need.per_image * part + work.label_bytes,
     )  # fmt: skip
 
 
