@@ -42,14 +42,14 @@ STATEMENTS = {
     "config": 760,
     "core": 537,
     "images": 2661,
-    "learning": 839,
+    "learning": 849,
     "measures": 992,
     "methods": 570,
     "networks": 658,
     "pages": 321,
     "pretraining": 606,
-    "training": 3659,
-    "verbs": 775,
+    "training": 3696,
+    "verbs": 779,
 }
 # Left from before these rules. Nothing may be added.
 TOO_LONG = {"images/checks.py:report", "training/explain.py:explain", "training/features.py:embed"}

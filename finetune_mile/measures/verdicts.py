@@ -137,7 +137,7 @@ def worse_than_probe(results: Mapping[str, float]) -> str | None:
     return (
         f"Fine-tuning made this model worse: {SCORES[key]} {results[key]:.1f} %, and the linear probe of its "
         f"checkpoint has {results[f'probe_{key}']:.1f} % ({_difference(results, 'over_probe')}). Use --keep best, or "
-        "fewer --steps; if the images must not be mirrored or cropped (digits, text), set augment.flip=false and "
+        "the default --steps; if the images must not be mirrored or cropped (digits, text), set augment.flip=false and "
         "augment.crop=none."
     )
 

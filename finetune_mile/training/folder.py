@@ -61,6 +61,18 @@ def next_folder(base: Path, name: str) -> Path:
     return base / f"{name}-{max(taken, default=0) + 1}"
 
 
+def claim_folder(base: Path, name: str) -> Path:
+    """Make `next_folder` at once: another command that is started meanwhile takes the next number."""
+    base.mkdir(parents=True, exist_ok=True)
+    while True:
+        path = next_folder(base, name)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+
+
 def check_free(folder: Path, overwrite: bool) -> None:
     """Refuse to write into a folder that holds something, unless it is a run that may be overwritten."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,11 +67,18 @@ def recipe_of(model: Init) -> dict[str, Any]:
 
 
 def default_part(data: str, model: Init) -> Literal["val", "all"]:
-    """The validation images; all images of a folder without train/, unless the model was trained on that folder."""
+    """The validation images; all of a folder without train/ or a list without splits that the model was not made of."""
     scheme, where = split_name(data)
-    one_tree = scheme == "folder" and not (Path(where.partition("?")[0]) / "train").is_dir()
+    place = Path(where.partition("?")[0])
+    one_tree = (scheme == "folder" and not (place / "train").is_dir()) or (scheme == "csv" and not _has_splits(place))
     trained_on = str(recipe_of(model).get("data", ""))
     return "val" if not one_tree or (trained_on and _place(trained_on) == _place(data)) else "all"
+
+
+def _has_splits(path: Path) -> bool:
+    """Has a CSV file a column `split`?"""
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        return "split" in next(csv.reader(stream), [])
 
 
 def _place(data: str) -> tuple[str, Path, str]:
@@ -95,4 +103,4 @@ def say_trained_on(ids: Sequence[str], model: Init) -> str | None:
             f"{start} by --refit. If they are the same photos, the scores are too good; results.json of the run has "
             "those before"
         )
-    return f"{start}, so the scores are too good; --part val evaluates the others"
+    return f"{start}. If they are the same photos, the scores are too good: evaluate on others"

@@ -59,6 +59,7 @@ NAMES = {
     "wan": "weak negatives", "mile": "multi-label iterated learning", "auto": "MILe, thresholds from held-out labels",
 }  # fmt: skip
 FEATURE_SHARE = 0.5  # of the minutes: features take this long at most
+MODEL_SHARE = 0.3  # and so much is kept for the model
 TIMED = 128  # images whose features are computed to see how fast it is
 DOUBTS = 24  # labels that the page shows
 PICTURE = Preprocess(size=112, crop=1.0)  # of a photo on the page
@@ -189,33 +190,38 @@ class Quickstart:
         """
         wanted, refused = dict(COMPARED), dict[str, str]()
         if data.train.given.ndim == 2:
-            refused["softmax"] = "it is meant for one label per photo, and these photos have sets of labels."
-            del wanted["softmax"]
-        self.clock.say(f"{len(wanted)} methods on these features, {SEEDS} seeds each")
-        scores: dict[str, Tensor] = {}
+            for method in ("softmax", "auto"):
+                refused[method] = "it is compared for one label per photo, and these photos have sets of labels."
+                del wanted[method]
+        self.clock.say(f"{len(wanted)} methods on these features, up to {SEEDS} seeds each")
+        scores: dict[str, list[Tensor]] = {}
         heads: dict[tuple[str, bytes], nn.Linear] = {}  # fitted on these labels
         verdicts: list[dict[str, Any]] = []
         with (
             progress("comparing methods", SEEDS * len(wanted)) as advance,
             tempfile.TemporaryDirectory(dir=self.out) as place,
         ):
-            for method, sets in wanted.items():
-                rows = []
-                for seed in range(SEEDS):
+            for seed in range(SEEDS):
+                began = self.clock.used
+                for method in [each for each in wanted if each not in refused]:
                     path = Path(place) / f"{method}-{seed}"
-                    recipe = self.recipe(method, seed, fraction, [*FIXED, *sets]).recipe
+                    recipe = self.recipe(method, seed, fraction, [*FIXED, *wanted[method]]).recipe
                     try:
                         ready = set_up(recipe, self.init, None, path, self.signals)
                     except Problem as problem:
                         refused[method] = " ".join(problem.sentences)
-                        break
+                        continue
                     score, gates = _train(*ready, path, heads)
-                    rows.append(score)
+                    scores.setdefault(method, []).append(score)
                     verdicts += gates[-1:]
                     advance(1)
-                if rows:
-                    scores[method] = torch.stack(rows)
-        return scores, verdicts, refused
+                if (
+                    seed + 1 < SEEDS
+                    and self.clock.left - (self.clock.used - began) < MODEL_SHARE * 60 * self.clock.minutes
+                ):
+                    self.clock.say(f"the time is short: methods are compared with {seed + 1} of {SEEDS} seeds")
+                    break
+        return {method: torch.stack(rows) for method, rows in scores.items()}, verdicts, refused
 
     def doubts(self, data: Data, store: Store, labelled: Indices) -> tuple[list[int], dict[str, Any]]:
         """Labels that a probe of the other photos would not give: their rows, and a list; none for sets of labels."""

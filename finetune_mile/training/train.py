@@ -22,6 +22,7 @@ from finetune_mile.learning.loop import LabelObjective, Loop
 from finetune_mile.learning.losses import bce_entries, given_matrix, shared
 from finetune_mile.learning.optim import make_optimizer, parameter_groups, relative_groups
 from finetune_mile.learning.phases import MethodState, RunView
+from finetune_mile.learning.probe import SMALL, threads_for
 from finetune_mile.learning.roles import Average, Roles
 from finetune_mile.measures.guards import LossAlarm, lower_rates
 from finetune_mile.measures.intervals import clearly_above
@@ -145,11 +146,19 @@ def train_phases(
         try:
             if extra is not None:
                 monitor.resume(step, extra)
-            loop.train(plan.phases, step, monitor)
+            with threads_for(work_of_a_step(task, model)):
+                loop.train(plan.phases, step, monitor)
         except Enough as enough:
             (last,) = enough.args
         monitor.take_best(last)
     return loop, monitor
+
+
+def work_of_a_step(task: Task, model: Model) -> int:
+    """Multiplications of one operation of a step: few for a classifier of features, more for a network of images."""
+    if task.recipe.trunk != "frozen":
+        return SMALL
+    return task.recipe.batch_size * sum(each.numel() for each in model.learner.parameters())
 
 
 def start_classifier(task: Task, model: Model, device: Device, folder: RunFolder) -> None:

@@ -11,7 +11,7 @@ from finetune_mile.config.flags import Parser, check_all
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import LARGEST_BATCH
 from finetune_mile.images.sources import check_truth, split_name
-from finetune_mile.training.folder import next_folder
+from finetune_mile.training.folder import claim_folder
 from finetune_mile.training.origin import is_logits, parse_model, recipe_of
 
 EPILOG = """examples:
@@ -111,7 +111,9 @@ def _check_data(options: argparse.Namespace) -> None:
 
 
 def _check_out(options: argparse.Namespace) -> None:
-    out = options.out = options.out or next_folder(Path("runs"), "eval")
+    out = options.out
+    if out is None:
+        return
     if out.exists() and not out.is_dir():
         raise Problem(f"--out {out}: is a file; choose another name")
     if out.is_dir() and any(out.iterdir()):
@@ -139,9 +141,10 @@ def run(options: argparse.Namespace) -> int:
     evaluation = Evaluation.of_flags(options)
     scored = evaluation.score()
     if scored is not None:
-        evaluation.write(scored, options.out)
+        out = options.out or claim_folder(Path("runs"), "eval")
+        evaluation.write(scored, out)
         console = Console(highlight=False, soft_wrap=True)
-        console.print(scores_table(scored.results, scored.models[0].about), *scored.notes(options.out), sep="\n")
+        console.print(scores_table(scored.results, scored.models[0].about), *scored.notes(out), sep="\n")
         if scored.differences:
             console.print(comparison_table([model.about["model"] for model in scored.models], scored.differences))
     return 0

@@ -13,7 +13,7 @@ from finetune_mile.config.flags import FORMAT, Parser, init_text
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
 from finetune_mile.training.embedding import Embedding, check_flags
-from finetune_mile.training.folder import next_folder
+from finetune_mile.training.folder import claim_folder
 from finetune_mile.training.minutes import MOST_MINUTES, Clock
 
 EPILOG = """examples:
@@ -51,8 +51,8 @@ def main(argv: list[str]) -> int:
         raise Problem(f"--minutes {options.minutes:g}: must be above 0 and at most {MOST_MINUTES:,}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Problem("quickstart is one process: start it without accelerate launch or torchrun")
-    out = options.out or next_folder(Path("runs"), "quickstart")
-    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+    out = options.out
+    if out is not None and os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise Problem(f"--out {out}: already exists; choose a new folder")
     split_name(options.data)  # before a question about the checkpoint
     if options.init is None and options.format is None:
@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
     else:
         text, reason = init_text(options.init, options.format), "--init"
     (init,) = check_flags(options, [text])
+    out = out or claim_folder(Path("runs"), "quickstart")
     how = Embedding(data=options.data, arch=options.arch, size=options.size, workers=options.workers)
     clock = Clock(options.minutes)  # features are float32, as those of runs: else they would be computed twice
     from finetune_mile.training.processes import stoppable

@@ -20,6 +20,7 @@ from torchvision.datasets import ImageFolder
 from finetune_mile import cli
 from finetune_mile.checkpoints import loading
 from finetune_mile.measures.predictions import read_predictions
+from finetune_mile.training import folder as folders
 
 CLASSES = ("cat", "dog", "owl")
 
@@ -324,4 +325,32 @@ def test_a_run_is_not_scored_on_its_training_images_without_a_word(tmp_path, mon
     (tmp_path / "photos").rename(tmp_path / "moved")
     command = ["eval", "--model", "run:run", "--data", "folder:moved", "--out", str(tmp_path / "all")]
     assert cli.main(command) == 0
-    assert "of these 24 images have the names of images that run:run was trained on" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "of these 24 images have the names of images that run:run was trained on. If they are the same photos" in said
+    )
+
+
+def test_all_images_of_a_list_without_splits_are_scored(tmp_path, monkeypatch, capsys):
+    """Unless the run was made of that list: then its validation images."""
+    monkeypatch.chdir(tmp_path)
+    for colour, value in (("red", (200, 0, 0)), ("blue", (0, 0, 200))):
+        for number in range(10):
+            Image.new("RGB", (24, 24), value).save(tmp_path / f"{colour}{number}.png")
+    rows = [(f"{colour}{number}.png", colour) for colour in ("red", "blue") for number in range(10)]
+    for name in ("own", "other"):
+        (tmp_path / f"{name}.csv").write_text("file,label\n" + "".join(f"{file},{label}\n" for file, label in rows))
+    flags = ["--init", "none", "--arch", "resnet-demo", "--set", "size=24", "--set", "workers=0", "--steps", "2"]
+    assert cli.main(["run", "--data", "csv:own.csv", *flags, "--method", "sigmoid", "--out", "run"]) == 0
+    for name, images in (("own", 4), ("other", 20)):
+        command = ["eval", "--model", "run:run", "--data", f"csv:{name}.csv", "--draws", "0", "--workers", "0"]
+        assert cli.main(command) == 0
+        folder = tmp_path / "runs" / f"eval-{1 if name == 'own' else 2}"
+        assert json.loads((folder / "results.json").read_text())["images"] == images
+
+
+def test_two_commands_at_once_get_folders_of_their_own(tmp_path, monkeypatch):
+    first = folders.claim_folder(tmp_path / "runs", "eval")
+    asked = iter((first, tmp_path / "runs/eval-2"))  # the first one was taken meanwhile
+    monkeypatch.setattr(folders, "next_folder", lambda *_: next(asked))
+    assert (first.name, folders.claim_folder(tmp_path / "runs", "eval").name) == ("eval-1", "eval-2")

@@ -99,6 +99,14 @@ def test_without_time_fewer_labels_are_used_and_there_is_a_model(photos, quick, 
     assert short.startswith("Your model is ready.")
 
 
+def test_methods_are_compared_with_fewer_seeds_where_the_time_is_short(photos, quick, monkeypatch, capsys):
+    monkeypatch.setattr(quickstart, "SEEDS", 3)
+    assert main(["quickstart", str(photos), "--minutes", "0.05", "--out", str(quick), *LITTLE]) == 0
+    assert "methods are compared with 1 of 3 seeds" in capsys.readouterr().err
+    assert {len(row["seeds"]) for row in facts_of(quick)["rows"]} == {1}
+    assert "methods with 1 seeds" in words_of(page_of(quick))
+
+
 def test_photos_with_sets_of_labels_are_compared_by_map(photos, quick, monkeypatch, capsys):
     """The run itself is another's work: here it is left out."""
     lines = ["file,labels,split"]
