@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -13,7 +13,9 @@ from rich.table import Table
 
 from finetune_mile.core.console import PLAIN_SECONDS
 from finetune_mile.measures import CLOSING, closing_rows
-from finetune_mile.measures.intervals import Comparison
+
+if TYPE_CHECKING:
+    from finetune_mile.measures.intervals import Comparison
 
 
 class Display:

@@ -137,7 +137,12 @@ def _spoil(raw: bytes, rng: random.Random) -> bytes:
 KINDS = ("zip", "legacy", "safetensors", "pickle2", "pickle4", "tf-index", "tf-data-00000-of-00001")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+FAST = ("zip", "safetensors", "tf-index")
+
+
+@pytest.mark.parametrize(
+    "kind", [each if each in FAST else pytest.param(each, marks=pytest.mark.slow) for each in KINDS]
+)
 def test_spoilt_files_are_read_or_refused(kind, tmp_path):
     rng = random.Random(f"spoil {kind}")
     spoilt, path = _write_one(kind, tmp_path)

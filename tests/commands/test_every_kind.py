@@ -28,6 +28,7 @@ TINY = [
     "--set", "evaluate.images=10", "--set", "mile.k_t=3", "--set", "mile.k_s=1",
 ]  # fmt: skip
 KINDS = ("one", "several", "one-partly", "several-partly")
+MOST = ("one", "several", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[2:]))
 METHOD_FLAGS = {"auto": ["--set", "mile.k_t=50 %", "--set", "mile.k_s=50 %"]}
 
 
@@ -123,7 +124,7 @@ def test_every_method_takes_partly_unlabelled_data(data, tmp_path, method):
     assert run([*flags, *METHOD_FLAGS.get(method, [])]) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOST)
 def test_every_verb_takes_every_kind(data, runs, tmp_path, capsys, kind):
     where, folder = data[kind], str(runs[kind])
     photos = where.removeprefix("csv:").removesuffix("/photos.csv")
@@ -179,7 +180,7 @@ def test_quickstart_and_minutes_end_with_a_model_for_every_kind(data, tmp_path, 
         assert len(capsys.readouterr().out.splitlines()) == 60
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MOST)
 def test_packed_data_has_the_same_labels_and_preflight_takes_it(data, tmp_path, monkeypatch, kind):
     monkeypatch.setenv("FINETUNE_MILE_CONFIG", str(tmp_path / "config"))
     packed = f"wds:{tmp_path / 'packed'}"

@@ -57,6 +57,7 @@ def test_every_method_is_among_the_modes():
     assert named | {"mile", "auto"} == set(METHODS), "a new method is added to tests/commands/modes.py"
 
 
+@pytest.mark.slow
 def test_golden_losses_and_scores(played):
     """A change that should move a number writes them anew: `python -m tests.golden numbers`."""
     expected = json.loads(NUMBERS.read_text())
@@ -68,6 +69,7 @@ def test_golden_losses_and_scores(played):
         assert found["scores"] == pytest.approx(numbers["scores"], rel=1e-4), mode
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_in_every_mode(played):
     one, two = played
     moved = {mode: distance(one / mode, two / mode) for mode in MODES}
@@ -99,6 +101,7 @@ def assert_same_features(one, two, sizes):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_processes_compute_the_features_of_a_frozen_run(played):
     (one,), (two,) = (list((folder / "cache/features").iterdir()) for folder in played)
     assert one.name == two.name, "the number of processes is not part of the key"
