@@ -29,6 +29,7 @@ TINY = [
 ]  # fmt: skip
 KINDS = ("one", "several", "one-partly", "several-partly")
 MOST = ("one", "several", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[2:]))
+OFTEN = ("auto", "irm", "mile", "sigmoid", "softmax")  # the others are slow tests
 METHOD_FLAGS = {"auto": ["--set", "mile.k_t=50 %", "--set", "mile.k_s=50 %"]}
 
 
@@ -86,7 +87,9 @@ def test_a_default_run_leaves_everything_behind(runs, kind):
 
 
 @pytest.mark.parametrize("kind", ["several", pytest.param("several-partly", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize(
+    "method", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.slow) for each in sorted(METHODS)]
+)
 def test_every_method_takes_several_labels_or_refuses_before_any_work(data, tmp_path, capsys, kind, method):
     flags = [
         *TINY,
@@ -227,7 +230,7 @@ def test_semi_supervised_with_several_labels(data, tmp_path):
     assert run([*flags[:-4], "--out", str(tmp_path / "frozen"), "--trunk", "frozen"]) == 0
 
 
-@pytest.mark.parametrize("trunk", ["all", "frozen"])
+@pytest.mark.parametrize("trunk", [pytest.param("all", marks=pytest.mark.slow), "frozen"])
 def test_refit_trains_on_all_labels_and_keeps_the_scores(data, tmp_path, capsys, trunk):
     flags = [*TINY, "--data", data["several-partly"], "--trunk", trunk]
     assert run([*flags, "--out", str(tmp_path / "plain")]) == 0

@@ -55,6 +55,7 @@ def check(found, method="mile", precision="bf16"):
         assert not any("mixed" in what or "float64" in what for what in found.get(part, {})), found[part]
 
 
+@pytest.mark.slow
 def test_a_step_an_evaluation_and_a_labelling_do_not_wait(tmp_path):
     found = simulate(tmp_path, *STEPS, "--set", "precision=bf16")
     check(found)
@@ -64,6 +65,7 @@ def test_a_step_an_evaluation_and_a_labelling_do_not_wait(tmp_path):
     assert "labelling" in found
 
 
+@pytest.mark.slow
 def test_mistakes_are_found(tmp_path):
     found = simulate(tmp_path, *STEPS, "--set", "precision=bf16", mistakes=["read", "mixed", "blocking", "double"])
     assert [count for what, count in found["training"].items() if "a number is read" in what] == [12]
@@ -74,7 +76,7 @@ def test_mistakes_are_found(tmp_path):
         check(found)
 
 
-@pytest.mark.parametrize("head_init", ["probe", "random"])
+@pytest.mark.parametrize("head_init", [pytest.param("probe", marks=pytest.mark.slow), "random"])
 def test_a_checkpoints_probe_and_export_run_on_a_gpu(tmp_path, head_init):
     """The probe of other recipes mixed devices; a default run's export needed doubles (Apple's GPUs have none)."""
     flags = ["--init", "simclr-demo", "--set", f"head_init={head_init}", "--set", "optimizer.name=relative"]
