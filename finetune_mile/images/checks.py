@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ from finetune_mile.images.splits import label_names
 if TYPE_CHECKING:
     from finetune_mile.images.index import Data, ImageSet
 
+UNICODE = " (the same letters in two Unicode forms, as macOS and others write them)"
 _Row = tuple[int, str | None, bytes, int, int, Prints | None]
 
 
@@ -205,7 +207,8 @@ def report(data: Data, splits: Mapping[str, Findings], copies: Sequence[Copy] | 
     if data.unreadable:
         yield f"{data.name}: {say_unreadable(data.unreadable)}"
     for group in same_names(data.classes):
-        yield f"classes {' and '.join(group)} are likely the same; rename or merge them"
+        forms = "" if len({unicodedata.normalize("NFC", name) for name in group}) == len(group) else UNICODE
+        yield f"classes {' and '.join(group)} are likely the same{forms}; rename or merge them"
     for split, findings in splits.items():
         yield from _class_lines(findings.images, data.classes, split)
         yield from _size_lines(findings, split)

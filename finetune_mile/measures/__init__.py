@@ -15,6 +15,8 @@ CLOSING = (
     ("own_size_probe_map", "to beat: a linear probe at the checkpoint's own image size", "%"),
     ("probe_map", "to beat: a linear probe of the checkpoint's features", "%"),
     ("knn_map", "to beat: the 20 nearest labelled images by these features", "%"),
+    ("over_own_size_probe", "difference to the probe at the checkpoint's own size", "points"),
+    ("over_probe", "difference to the probe of the checkpoint's features", "points"),
     ("digit_accuracy", "top-1 among the digit classes", "%"),
     ("colour_on_digits", "mean output of the colour shown", ""),
     ("real_acc", "top-1 is in the true set", "%"),

@@ -100,4 +100,4 @@ def say_threshold(threshold: float | Tensor) -> str:
     if isinstance(threshold, float | int):
         return f"{threshold:g}"
     low, high = float(threshold.min()), float(threshold.max())
-    return f"{low:.6g}" if low == high else f"the threshold of their class, {low:.2f} to {high:.2f}"
+    return f"{low:.3g}" if low == high else f"the threshold of their class, {low:.2f} to {high:.2f}"

@@ -133,9 +133,7 @@ def main(argv: list[str]) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """The evaluation; from here on torch is needed."""
-    from rich.console import Console
-
-    from finetune_mile.training.display import comparison_table, scores_table
+    from finetune_mile.training.display import comparison_table, scores_table, wide_console
     from finetune_mile.training.evaluation import Evaluation
 
     evaluation = Evaluation.of_flags(options)
@@ -143,8 +141,9 @@ def run(options: argparse.Namespace) -> int:
     if scored is not None:
         out = options.out or claim_folder(Path("runs"), "eval")
         evaluation.write(scored, out)
-        console = Console(highlight=False, soft_wrap=True)
-        console.print(scores_table(scored.results, scored.models[0].about), *scored.notes(out), sep="\n")
+        console = wide_console()
+        console.print(scores_table(scored.results, scored.models[0].about))
+        console.print(*scored.notes(out), sep="\n", soft_wrap=True, markup=False)
         if scored.differences:
             console.print(comparison_table([model.about["model"] for model in scored.models], scored.differences))
     return 0

@@ -129,6 +129,14 @@ def test_classes_of_train_that_are_spelt_in_two_ways_are_named(folder, capsys):
     assert "classes Dogs and dog are likely the same; rename or merge them\n" in capsys.readouterr().out
 
 
+def test_two_unicode_forms_of_a_class_name_are_said(folder, capsys):
+    for part in ("train", "val"):
+        for old, new in (("owl", "\u00c4pfel"), ("dog", "A\u0308pfel")):
+            (folder / part / old).rename(folder / part / new)
+    assert main(["check", "--data", str(folder), "--workers", "0"]) == 0
+    assert "are likely the same (the same letters in two Unicode forms" in capsys.readouterr().out
+
+
 def test_f1_list_replaces_a_list_of_ours_and_nothing_else(folder, tmp_path, capsys, monkeypatch):
     (folder / "train/owl/2.jpg").write_bytes(b"")
     thesis, ours, fifo = tmp_path / "thesis.csv", tmp_path / "bad.csv", tmp_path / "fifo"
