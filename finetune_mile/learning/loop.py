@@ -62,7 +62,7 @@ class Objective(Protocol):
         """Add the gradient of one of the `parts` of a batch; `record`, whose step is not done yet, gets what it did."""
 
 
-class Monitor(Protocol):
+class Observer(Protocol):
     """What happens around the steps (`training/monitor.py`)."""
 
     def on_step(self, record: StepRecord) -> None:
@@ -93,7 +93,7 @@ class Loop:
     reset_optimizer: bool  # forget the momentum when the learner's weights are swapped
     frozen_norm: bool = False  # batch norm keeps the statistics that it has
 
-    def train(self, phases: Sequence[Phase], first_step: int, monitor: Monitor) -> None:
+    def train(self, phases: Sequence[Phase], first_step: int, monitor: Observer) -> None:
         """Train what is left of `phases`, the complete list, after `first_step` optimiser steps."""
         step = first_step
         feeds: dict[Pool, Iterator[Any]] = {}

@@ -198,7 +198,7 @@ class SelectiveKernel(nn.Module):
         return (branches * mix.softmax(1)).sum(1)
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block, basic (two 3x3) or bottleneck (1x1, 3x3 with the stride, 1x1; `stride_first`: in the 1x1)."""
 
     def __init__(self, arch: Arch, inputs: int, channels: int, stride: int, padding: Padding, *, first: bool) -> None:
@@ -279,7 +279,7 @@ class ResNet(nn.Module):
             blocks = []
             for index in range(depth):
                 stride = 2 if stage > 0 and index == 0 else 1
-                blocks.append(Block(arch, inputs, arch.width * 2**stage, stride, padding, first=index == 0))
+                blocks.append(ResidualBlock(arch, inputs, arch.width * 2**stage, stride, padding, first=index == 0))
                 inputs = blocks[-1].outputs
             self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
         self.avgpool = nn.AdaptiveAvgPool2d(1)

@@ -52,8 +52,8 @@ def connect() -> PartialState:
         raise Problem(f"FINETUNE_MILE_TIMEOUT is {wanted!r}; it must be a whole number of seconds above zero")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
-        atexit.unregister(part)
-        atexit.register(part)
+        atexit.unregister(leave_group)
+        atexit.register(leave_group)
         importlib.import_module("torch.distributed.nn")  # later, as torch itself does, it would keep the group for ever
     processes = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=timedelta(seconds=int(wanted)))
     if world > 1 and processes.num_processes == 1:
@@ -103,7 +103,7 @@ def start(*, precision: Precision, seed: int, track: str, project: str, broadcas
     return accelerator
 
 
-def part() -> None:
+def leave_group() -> None:
     """Leave the other processes; an interpreter that ends with gloo's threads alive may abort.
 
     They end with the last reference to the group, which Accelerate may have left already (pytorch#190489).

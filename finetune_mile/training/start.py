@@ -71,7 +71,7 @@ def start_head(task: Task, device: Device, network: nn.Module, *, fit: bool) -> 
     return _lines(task, features, given, queries, logits, main=accelerator.is_main_process)
 
 
-def lines_to_beat(task: Task, model: Model, device: Device) -> dict[str, object] | None:
+def scores_to_beat(task: Task, model: Model, device: Device) -> dict[str, object] | None:
     """The scores of `_lines` for a run that starts from another classifier; all processes call it.
 
     None where the features are not kept on disk and cost more than a twentieth of the run, or where the probe has very
@@ -99,7 +99,7 @@ def lines_to_beat(task: Task, model: Model, device: Device) -> dict[str, object]
     return _lines(task, bank, given, queries, probe.logits(queries.rows), main=accelerator.is_main_process)
 
 
-def own_size_lines(task: Task, device: Device, own: int) -> dict[str, object] | None:
+def own_size_scores(task: Task, device: Device, own: int) -> dict[str, object] | None:
     """Scores of a linear probe at the checkpoint's `own` image size, for a run at a smaller one; all processes call it.
 
     None where the features are not kept on disk and cost more than a fifth of the run.

@@ -40,7 +40,7 @@ from finetune_mile.training.monitor import Enough, LabelMonitor, recorded
 from finetune_mile.training.plan import HELD_OUT, MOST_LABELS, has_trial, make_plan, trial_steps
 from finetune_mile.training.processes import warn_of_spread, weight_spread
 from finetune_mile.training.refit import on_all_labels, open_refit, replace_export
-from finetune_mile.training.start import between, lines_to_beat, own_size_lines, start_head
+from finetune_mile.training.start import between, own_size_scores, scores_to_beat, start_head
 from finetune_mile.training.task import Model, Task, feed, on_held_out
 
 
@@ -118,7 +118,7 @@ def compare_sizes(task: Task, model: Model, device: Device, folder: RunFolder) -
     own = None if task.recipe.init == "none" else model.own_size
     if own is None or task.preprocess.size >= own or folder.saved() or OWN_SIZE in folder.start():
         return
-    lines = own_size_lines(task, device, own)
+    lines = own_size_scores(task, device, own)
     if lines is None or not device.accelerator.is_main_process:
         return
     write_json(folder.path / START, folder.start() | {OWN_SIZE: lines})
@@ -168,7 +168,7 @@ def start_classifier(task: Task, model: Model, device: Device, folder: RunFolder
         if not isinstance(get_head(model.learner), StandardisedLinear):  # else it was fitted before
             lines = start_head(task, device, model.learner, fit=new)
     elif new and recipe.init != "none":
-        lines = lines_to_beat(task, model, device)
+        lines = scores_to_beat(task, model, device)
     if lines is not None and device.accelerator.is_main_process:
         write_json(folder.path / START, folder.start() | lines)
 

@@ -199,7 +199,7 @@ def play(folder, mistakes, flags):
     from finetune_mile.training.folder import RunFolder
     from finetune_mile.training.labelling import pool_labeller
     from finetune_mile.training.processes import Signals
-    from finetune_mile.training.start import lines_to_beat, start_head
+    from finetune_mile.training.start import scores_to_beat, start_head
     from finetune_mile.training.task import feed, set_up
     from finetune_mile.training.train import make_loop
 
@@ -222,7 +222,7 @@ def play(folder, mistakes, flags):
         if recipe.head_init == "probe":
             start_head(task, device, model.learner, fit=recipe.init != "none")
         elif recipe.init != "none":
-            lines_to_beat(task, model, device)
+            scores_to_beat(task, model, device)
         said["probe"] = dict(gpu.found)
         loop = make_loop(task, model, device, RunFolder(folder), Display())
         device.prepare(next(feed(task, device, "labelled", 0)).images, task.preprocess)  # mean and std are copied once
