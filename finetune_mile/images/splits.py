@@ -281,7 +281,9 @@ def held_out_share(share: float, labelled: int) -> float:
 
 
 def hold_out(pools: Pools, share: float, seed: int) -> Pools:
-    """Take a share of the labelled images, of each class, out of every pool: the calibration images of `rho: auto`.
+    """Take a share of the labelled images, of each class, out of every pool.
+
+    They calibrate `rho: auto`, or judge a trial.
 
     At least 500 are taken, or a fifth where there are fewer than 2,500; a class of one image keeps it.
 

@@ -1,4 +1,4 @@
-"""A run from its first step to its results: data, network, method, optimiser, resume, loop, finish."""
+"""A run from its first step to its results: first classifier, trial, optimiser, resume, loop, finish, refit."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def train(task: Task, model: Model, device: Device, folder: RunFolder) -> tuple[
         nonlocal measured
         first = model.copied() if folder.info.get(REFIT) else None
         if "share" not in folder.info or not (folder.path / "results.json").is_file():  # else only the refit is left
-            shown, place = on_features(task, model, device)
+            shown, place = on_features(task, model, device)  # the task and device of features, with a frozen trunk
             compare_sizes(task, model, device, folder)
             try:
-                share = choose_share(shown, model, place, folder)
+                share = share_by_trial(shown, model, place, folder)  # may train first: the trial
                 loop, monitor = train_phases(shown, model, place, folder)
             except RuntimeError as error:  # torch.OutOfMemoryError is one
                 from finetune_mile.training.memory import advise
@@ -155,9 +155,9 @@ def train_phases(
 
 
 def work_of_a_step(task: Task, model: Model) -> int:
-    """Multiplications of one operation of a step: few for a classifier of features, more for a network of images."""
+    """Multiplications of one operation of a step of a classifier of features; of a network of images: enough."""
     if task.recipe.trunk != "frozen":
-        return SMALL
+        return SMALL  # all threads
     return task.recipe.batch_size * sum(each.numel() for each in model.learner.parameters())
 
 
@@ -248,7 +248,7 @@ def alarm(task: Task) -> LossAlarm:
 SHARES = (1.0, 0.5)  # in the order of preference
 
 
-def choose_share(task: Task, model: Model, device: Device, folder: RunFolder) -> float:
+def share_by_trial(task: Task, model: Model, device: Device, folder: RunFolder) -> float:
     """How far the weights of a run go from the first ones (0) to the last ones (1).
 
     All the way for `keep: last`, and with very many labels. Otherwise a trial decides: a run that holds a fifth of the
