@@ -41,7 +41,7 @@ STATEMENTS = {
     "compute": 218,
     "config": 760,
     "core": 537,
-    "images": 2661,
+    "images": 2664,
     "learning": 849,
     "measures": 992,
     "methods": 570,
