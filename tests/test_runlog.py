@@ -104,9 +104,9 @@ from pathlib import Path
 from finetune_mile.training import train as training
 from finetune_mile.run import main
 train = training.train
-def linked(setup, folder):
-    (folder.path / "pseudo_labels").symlink_to(sys.argv[1])
-    return train(setup, folder)
+def linked(*given):
+    (given[-1].path / "pseudo_labels").symlink_to(sys.argv[1])
+    return train(*given)
 training.train = linked
 sys.exit(main(sys.argv[2:]))
 """

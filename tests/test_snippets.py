@@ -218,7 +218,7 @@ def shorter(words):
         seed = {"auto": "20", "ood": "10"}.get(rest[0], "0")
         return ["--only", ONE_CELL[rest[0]], "--seeds", seed, "--set", "steps=4", "--no-prices"]
     verb = "run" if verb == "train" else verb
-    if "--resume" in rest and "auto" not in rest:
+    if ("--resume" in rest and "auto" not in rest) or (verb == "check" and "--table" in rest):
         return []
     if "--minutes" in rest and verb == "run":  # it chooses steps and size; test_fetching.py downloads a dinov2-s
         return ["--minutes", "0.05", "--init", "moco.pth.tar", "--set=workers=0", "--set=precision=no"]

@@ -21,7 +21,7 @@ from finetune_mile.measures.verdicts import below_own_size
 from finetune_mile.methods import METHODS
 from finetune_mile.run import main as run
 from finetune_mile.training import plan as planning
-from finetune_mile.verbs import quickstart
+from finetune_mile.training import quickstart
 
 TINY = [
     "--init", "simclr-demo", "--size", "24", "--steps", "8", "--batch-size", "8", "--set", "workers=0",

@@ -120,7 +120,7 @@ def test_every_run_tells_the_two_lines_to_beat(photos, tmp_path, monkeypatch):
     assert cached[:2] == pytest.approx(theirs)
     assert cached[2] == late[2], "no pass of their own"
     shutil.rmtree(tmp_path / "cache")
-    monkeypatch.setattr(starts, "DEAR", 0)
+    monkeypatch.setattr(starts, "REPORT_SHARE", 0)
     assert lines("long", "--head-init", "random") == pytest.approx(first)
     assert "<code>knn_accuracy</code>" in (tmp_path / "long/report.html").read_text()
 
