@@ -129,7 +129,7 @@ def run(options: RunOptions, resolved: Resolved, path: Path, init: Init, teacher
         return say_finished(path)
     parent = os.getppid()
     from finetune_mile.training.explain import explain
-    from finetune_mile.training.processes import Signals, computing
+    from finetune_mile.training.processes import Signals
     from finetune_mile.training.task import set_up
     from finetune_mile.training.train import open_folder, train
 
@@ -145,11 +145,7 @@ def run(options: RunOptions, resolved: Resolved, path: Path, init: Init, teacher
             folder.info.update(switches)
             if device.accelerator.is_main_process:
                 folder.update()
-        recipe = task.recipe
-        with computing(
-            precision=recipe.precision, benchmark=recipe.cudnn_benchmark is True, deterministic=recipe.deterministic
-        ):
-            return train(task, model, device, folder)[0]
+        return train(task, model, device, folder)[0]
 
 
 if __name__ == "__main__":

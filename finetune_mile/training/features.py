@@ -42,7 +42,7 @@ from finetune_mile.learning.roles import weights_hash
 from finetune_mile.networks.parts import split_head
 from finetune_mile.training.device import Device
 from finetune_mile.training.processes import stop_together
-from finetune_mile.training.task import Model, Task
+from finetune_mile.training.task import Model, Task, images_of
 from finetune_mile.training.task import Split as TaskSplit
 
 FORMAT = 1  # of a store; another number is another key
@@ -101,10 +101,11 @@ def embed(
                 held.enter_context(_locked(store))
                 counts = {"train": len(data.train), "val": len(data.val)}
                 begin(store, {"key": key, "images": counts, "depends_on": facts, **about}, data)
-                for split, view, _ in _missing(store, parts, needed):
-                    preallocate(store, split, view, _width(network, preprocess), data, dtype)
-                _copy_known(store, facts, data, _missing(store, parts, needed), device.tick)
                 todo = _missing(store, parts, needed)  # another process may have been at work until now
+                for split, view, _ in todo:
+                    preallocate(store, split, view, _width(network, preprocess), data, dtype)
+                if _copy_known(store, facts, data, todo, device.tick):
+                    todo = _missing(store, parts, needed)
             shared = [str(store.path), todo, None]
         broadcast_object_list(shared)
         store, todo = Store(Path(shared[0])), shared[1]
@@ -112,7 +113,7 @@ def embed(
         with progress(f"features of {about.get('init', '')}", total, quiet=not accelerator.is_main_process) as advance:
             bad = BadImages(store.path / "bad_images.csv", about["data"])
             for split, view, indices in todo:
-                images = data.train if split == "train" else data.val
+                images = images_of(data, split)
                 record = partial(bad.add, split, images.ids)
                 shown = Views(images, preprocess, VIEW if view else None, VIEW_SEED, on_bad=record)
                 _fill(device, network, shown, store, (split, view, indices), advance, mixed=mixed)
@@ -149,16 +150,14 @@ def _locked(store: Store) -> Iterator[None]:
 def _copy_known(
     store: Store, facts: Mapping[str, Any], data: Data, todo: list[tuple[Split, int, Indices]],
     tick: Callable[[], None],
-) -> None:  # fmt: skip
-    """Copy the features of photos that were computed before, in another list of photos."""
+) -> int:  # fmt: skip
+    """Copy the features of photos that were computed before, in another list of photos; returns how many."""
     plain = [(split, indices) for split, view, indices in todo if view == 0]
-    found = sum(
-        reuse(store, facts, split, data.train if split == "train" else data.val, indices, tick)
-        for split, indices in plain
-    )
+    found = sum(reuse(store, facts, split, images_of(data, split), indices, tick) for split, indices in plain)
     if found:
         known = sum(len(indices) for _, indices in plain)
         sys.stderr.write(f"features of {found:,} of {known:,} photos were computed before and are copied\n")
+    return found
 
 
 def stored(data: Data, preprocess: Preprocess, network: nn.Module, arch: str, train: Indices) -> Store | None:

@@ -235,7 +235,6 @@ def _train(
 
     from finetune_mile.measures.verdicts import compared
     from finetune_mile.training.explain import explain
-    from finetune_mile.training.processes import computing
     from finetune_mile.training.task import set_up
     from finetune_mile.training.train import open_folder, train
 
@@ -243,14 +242,8 @@ def _train(
     if not brief:
         explain(resolved, task, model, device, full=False)
     folder = open_folder(task, model, device, path, resume=only_refit, overwrite=False)
-    recipe, printed = task.recipe, io.StringIO()
     folder.info[REFIT] = only_refit
-    with (
-        contextlib.redirect_stdout(printed),
-        computing(
-            precision=recipe.precision, benchmark=recipe.cudnn_benchmark is True, deterministic=recipe.deterministic
-        ),
-    ):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         code, measured = train(task, model, device, folder)
     return code, printed.getvalue(), task, model, torch.zeros(0) if measured is None else compared(measured)
 

@@ -38,7 +38,7 @@ from finetune_mile.training.folder import OWN_SIZE, REFIT, START, TRIAL, RunFold
 from finetune_mile.training.labelling import pool_labeller
 from finetune_mile.training.monitor import Enough, LabelMonitor, recorded
 from finetune_mile.training.plan import HELD_OUT, MOST_LABELS, has_trial, make_plan, trial_steps
-from finetune_mile.training.processes import warn_of_spread, weight_spread
+from finetune_mile.training.processes import computing, warn_of_spread, weight_spread
 from finetune_mile.training.refit import on_all_labels, open_refit, replace_export
 from finetune_mile.training.start import between, own_size_scores, scores_to_beat, start_head
 from finetune_mile.training.task import Model, Task, feed, on_held_out
@@ -88,8 +88,12 @@ def train(task: Task, model: Model, device: Device, folder: RunFolder) -> tuple[
             refit(task, first, device, folder)
         return {}
 
-    keep = bool(folder.info.get("keep_checkpoints"))
-    return recorded(device.accelerator, folder, device.signals, work, keep_checkpoints=keep), measured
+    keep, recipe = bool(folder.info.get("keep_checkpoints")), task.recipe
+    with computing(
+        precision=recipe.precision, benchmark=recipe.cudnn_benchmark is True, deterministic=recipe.deterministic
+    ):
+        code = recorded(device.accelerator, folder, device.signals, work, keep_checkpoints=keep)
+    return code, measured
 
 
 def learner_of(loop: Loop, share: float) -> nn.Module:
