@@ -12,7 +12,7 @@ from finetune_mile.core.problems import Problem, did_you_mean, tell
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("finetune_mile.run", "fine-tune a checkpoint, or train from scratch (`train` is the same)"),
     "quickstart": ("finetune_mile.verbs.quickstart", "your photos: compare methods in minutes, on one page"),
-    "pretrain": ("finetune_mile.verbs.pretrain", "pre-train without labels: SimCLR, MoCo-v2, BYOL or SwAV"),
+    "pretrain": ("finetune_mile.paper.pretrain", "pre-train without labels: SimCLR, MoCo-v2, BYOL or SwAV"),
     "embed": ("finetune_mile.verbs.embed", "compute features of a checkpoint once, for probe and run"),
     "probe": ("finetune_mile.verbs.probe", "compare checkpoints on your images by k-NN and linear probes"),
     "table": ("finetune_mile.paper.table", "run the missing cells of a table, write its results"),

@@ -5,7 +5,7 @@ import pytest
 from finetune_mile.cli import main
 from finetune_mile.config.resolve import resolve
 from finetune_mile.core.problems import Problem
-from finetune_mile.pretraining import recipe as pretraining
+from finetune_mile.paper.pretraining import recipe as pretraining
 
 FOUR = {
     "--semi all": "--semi needs a method that imitates",

@@ -21,7 +21,7 @@ from size import sizes
 
 from finetune_mile.checkpoints.cards import list_cards, read_card
 from finetune_mile.config.resolve import NO_RUNS, check, read_yaml, to_yaml
-from finetune_mile.pretraining import recipe as pretraining
+from finetune_mile.paper.pretraining import recipe as pretraining
 
 PACKAGE = ROOT / "finetune_mile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -47,7 +47,6 @@ STATEMENTS = {
     "methods": 570,
     "networks": 658,
     "pages": 321,
-    "pretraining": 606,
     "training": 3697,
     "verbs": 779,
 }
@@ -74,7 +73,7 @@ NO_TORCH = (
     "methods/__init__", "checkpoints/cards", "checkpoints/init", "images/sources/__init__",
     "images/index", "images/order", "images/splits", "images/tars", "images/sources/wds",
     "images/alike", "images/groups", "images/name_lists",
-    "pretraining/recipe", "verbs/pretrain", "verbs/embed", "verbs/probe", "verbs/predict", "verbs/export",
+    "paper/pretraining/recipe", "paper/pretrain", "verbs/embed", "verbs/probe", "verbs/predict", "verbs/export",
     "verbs/check",
 )  # fmt: skip
 
@@ -273,7 +272,7 @@ def test_verbs_import_no_verb():
 # They copy or average weights, or give targets to the loop; images to rows is written once, in compute/passes.py.
 WITHOUT_GRADIENTS = {
     "compute/passes.py", "learning/loop.py", "learning/roles.py", "methods/auto.py", "networks/heads.py",
-    "networks/parts.py", "checkpoints/loading.py", "training/start.py", "pretraining/methods.py", "paper/irm.py",
+    "networks/parts.py", "checkpoints/loading.py", "training/start.py", "paper/pretraining/methods.py", "paper/irm.py",
 }  # fmt: skip
 
 

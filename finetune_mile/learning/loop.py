@@ -53,7 +53,7 @@ class StepRecord:
 
 
 class Objective(Protocol):
-    """What is learned from a part of a batch: labels (`LabelObjective`), or views (`pretraining/`)."""
+    """What is learned from a part of a batch: labels (`LabelObjective`), or views (`paper/pretraining/`)."""
 
     def begin(self, phase: Phase) -> None:
         """Called before the first step of a phase, also of one that is resumed."""

@@ -27,8 +27,8 @@ METHODS = {
     "self-distill": "finetune_mile.methods.self_distill",
     "distill": "finetune_mile.methods.distill",
     "wan": "finetune_mile.methods.wan",
-    "large-loss": "finetune_mile.methods.large_loss",
-    "role": "finetune_mile.methods.role",
+    "large-loss": "finetune_mile.paper.large_loss",
+    "role": "finetune_mile.paper.role",
     "irm": "finetune_mile.paper.irm",
     "rex": "finetune_mile.paper.rex",
 }

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from finetune_mile.compute.passes import Outputs
     from finetune_mile.images.index import Data
-    from finetune_mile.pretraining.run import PretrainSetup
+    from finetune_mile.paper.pretraining.run import PretrainSetup
     from finetune_mile.training.finish import Scored
     from finetune_mile.training.folder import RunFolder
     from finetune_mile.training.task import Task

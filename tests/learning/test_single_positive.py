@@ -11,7 +11,8 @@ from shortcuts import SHORT, losses
 from finetune_mile.core.problems import Problem
 from finetune_mile.learning.phases import Budget, RunView, StepView
 from finetune_mile.measures.guards import LossAlarm
-from finetune_mile.methods import get_method, role
+from finetune_mile.methods import get_method
+from finetune_mile.paper import role
 from finetune_mile.run import main
 
 LOGITS = torch.tensor([[2.0, -1.0, 0.5, -3.0], [0.1, 1.5, -0.5, 2.5]])

@@ -118,7 +118,7 @@ def test_a_trunk_with_group_norm_goes_on_too(tmp_path):
 
 
 def test_labels_change_nothing(tmp_path, whole, monkeypatch):
-    from finetune_mile.pretraining import run as pretraining
+    from finetune_mile.paper.pretraining import run as pretraining
 
     load = pretraining.load_data
 

@@ -6,8 +6,8 @@ from short_runs import SHORT
 from finetune_mile.cli import main
 from finetune_mile.config.flags import read_flags
 from finetune_mile.core.problems import Problem
-from finetune_mile.pretraining.recipe import resolve
-from finetune_mile.verbs.pretrain import SETTINGS, build_parser, prepare
+from finetune_mile.paper.pretrain import SETTINGS, build_parser, prepare
+from finetune_mile.paper.pretraining.recipe import resolve
 
 
 def wrong(*words):

@@ -2,8 +2,8 @@
 
 import torch
 
-from finetune_mile.pretraining.recipe import ViewSettings
-from finetune_mile.pretraining.views import DRAWS, ViewKind, colour_matrices, draw, make_view
+from finetune_mile.paper.pretraining.recipe import ViewSettings
+from finetune_mile.paper.pretraining.views import DRAWS, ViewKind, colour_matrices, draw, make_view
 
 STILL = {
     "area": (1.0, 1.0), "aspect": (1.0, 1.0), "shift": 0, "turn": 0, "flip": 0, "jitter": 0, "brightness": 0,

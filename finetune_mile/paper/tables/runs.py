@@ -21,8 +21,8 @@ from finetune_mile.config.resolve import FLAG_PATHS, NO_IMAGENET, Resolved, flat
 from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
 from finetune_mile.methods import METHODS
+from finetune_mile.paper.pretraining import recipe as pretraining
 from finetune_mile.paper.tables.description import Settings, Table, TableBlock
-from finetune_mile.pretraining import recipe as pretraining
 from finetune_mile.training.plan import steps_of_epochs
 
 FLAGS_OF_PATHS = {path: flag for flag, path in FLAG_PATHS.items()}

@@ -22,7 +22,7 @@ from lightly.utils.scheduler import cosine_schedule
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from finetune_mile.pretraining import recipe
+from finetune_mile.paper.pretraining import recipe
 
 Outputs = tuple[Tensor, ...]
 Steps = Callable[[int | str], int]  # an amount of the recipe in steps

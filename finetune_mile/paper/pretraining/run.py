@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import tee
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -34,9 +33,9 @@ from finetune_mile.measures.guards import lower_rates
 from finetune_mile.measures.predictions import pick_probe
 from finetune_mile.networks.heads import build
 from finetune_mile.pages.report import write_pretrain_report
-from finetune_mile.pretraining.methods import METHODS, Learner
-from finetune_mile.pretraining.recipe import Pretrain
-from finetune_mile.pretraining.views import SEEDS, ViewKind, draw, make_view
+from finetune_mile.paper.pretraining.methods import METHODS, Learner
+from finetune_mile.paper.pretraining.recipe import Pretrain
+from finetune_mile.paper.pretraining.views import SEEDS, ViewKind, draw, make_view
 from finetune_mile.training import resume
 from finetune_mile.training.device import Device
 from finetune_mile.training.display import Display
@@ -53,6 +52,9 @@ from finetune_mile.training.processes import (
     weight_spread,
 )
 from finetune_mile.training.task import Split, image_views, images_of, wanted_workers
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 CHECKPOINT = "checkpoint.ckpt"
 WHOLE = Augmentation(crop="none", scale=(1.0, 1.0), shift=0, flip=False)  # nothing is lost before views are cut out

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, conv2d, grid_sample, pad
 
 from finetune_mile.images.order import Key, uniforms
-from finetune_mile.pretraining.recipe import Limits, ViewSettings
+from finetune_mile.paper.pretraining.recipe import Limits, ViewSettings
 
 SEEDS = 16  # one seed of a run is so many of the draws: the order of the images, then each view
 DRAWS = 18

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, get_args
 from finetune_mile.config.flags import RESUME, Parser, RunOptions, number, read_flags, resumed
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
-from finetune_mile.pretraining.recipe import Method, ResolvedPretrain, check, resolve
+from finetune_mile.paper.pretraining.recipe import Method, ResolvedPretrain, check, resolve
 from finetune_mile.training.folder import choose_folder, is_finished, resumed_recipe, say_finished
 
 if TYPE_CHECKING:
-    from finetune_mile.pretraining.run import PretrainSetup
+    from finetune_mile.paper.pretraining.run import PretrainSetup
 
 SETTINGS = ("recipe", "method", "data", "arch", "steps", "batch_size", "lr", "seed")
 
@@ -86,7 +86,7 @@ def run(options: RunOptions, resolved: ResolvedPretrain, path: Path) -> int:
     if options.resume is not None and not options.explain and is_finished(path):
         return say_finished(path)
     parent = os.getppid()
-    from finetune_mile.pretraining.run import open_folder, set_up, train
+    from finetune_mile.paper.pretraining.run import open_folder, set_up, train
     from finetune_mile.training.processes import Signals
 
     with Signals(parent) as signals:
