@@ -81,7 +81,9 @@ def main() -> None:
     )  # fmt: skip
     for activation in ("softmax", "sigmoid"):
         began = time.process_time()
-        measured = measure(logits, given, truth, activation=activation, prediction_set="threshold", rho=0.1)
+        measured = measure(
+            logits, given, truth, activation=activation, prediction_set="threshold", thresholds={"rho": 0.1}
+        )
         middle = time.process_time()
         intervals(measured.samples)
         intervals(measured.by_class)

@@ -102,13 +102,6 @@ def fit_probe(
     )  # fmt: skip
 
 
-def neighbours(
-    queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, *, k: int = NEIGHBOURS, temperature: float = HEAT
-) -> Tensor:
-    """The class (n,) that most votes of `neighbour_votes` are for."""
-    return neighbour_votes(queries, bank, labels, num_classes, k=k, temperature=temperature).argmax(1)
-
-
 def neighbour_votes(
     queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, *, k: int = NEIGHBOURS, temperature: float = HEAT
 ) -> Tensor:

@@ -12,7 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from finetune_mile.measures.metrics import class_precisions
+
 DRAWS = 1000
+MAP_DRAWS = 100  # each ranks all images again
 NORMAL = 1.959964  # the 97.5 % quantile of the normal distribution
 BLOCK = 1 << 22  # resampled units that are held at once
 
@@ -76,27 +79,24 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return max(min(middle - half, share), 0.0), min(max(middle + half, share), 1.0)  # rounding had put 1 outside
 
 
-def map_interval(scores: Tensor, truth: Tensor, *, draws: int = 100, seed: int = 0) -> tuple[float, float]:
-    """A 95 % interval of the mean average precision over classes, in per cent: 1.96 deviations of resampled images.
+def map_interval(scores: Tensor, truth: Tensor) -> tuple[float, float, float]:
+    """The mean average precision over classes, in per cent, and its 95 % interval: 1.96 deviations of resampled images.
 
     Args:
         scores: (N, C), comparable between images.
         truth: (N, C) booleans, at least one true label for each image.
-        draws: how often the images are drawn again, with replacement.
-        seed: of the draws.
     """
-    from finetune_mile.measures.metrics import class_precisions
 
     def mean_precision(rows: Tensor) -> float:
         return 100 * float(class_precisions(scores[rows], [(truth[rows], None)])[0].nanmean())
 
-    generator, count = torch.Generator().manual_seed(seed), len(scores)
-    values = [mean_precision(torch.randint(count, (count,), generator=generator)) for _ in range(draws)]
+    generator, count = torch.Generator().manual_seed(0), len(scores)
+    values = [mean_precision(torch.randint(count, (count,), generator=generator)) for _ in range(MAP_DRAWS)]
     point, half = mean_precision(torch.arange(count)), NORMAL * statistics.stdev(values)
     if half == 0:  # all is right, or nothing: few images prove neither
         low, high = wilson(point / 100, count)
-        return 100 * low, 100 * high
-    return max(point - half, 0.0), min(point + half, 100.0)
+        return point, 100 * low, 100 * high
+    return point, max(point - half, 0.0), min(point + half, 100.0)
 
 
 def compare(

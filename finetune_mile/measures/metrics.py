@@ -7,8 +7,9 @@ the true labels only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ Activation = Literal["softmax", "sigmoid"]
 SetRule = Literal["threshold", "argmax_or_threshold", "argmax"]
 BLOCK = 1 << 23  # scores that are ranked at once
 THRESHOLDS = (0.25, 0.5)
+GRID = torch.linspace(-7, 7, 99).sigmoid()  # thresholds, evenly spread in logit space, 0.0009 to 0.9991
 PRIOR = 20  # positives of all classes together that each class's own are mixed with, to choose its threshold
 RULES: tuple[SetRule, ...] = ("threshold", "argmax_or_threshold", "argmax")
 TABLE_THRESHOLD = 0.25  # of the per-class table
@@ -38,11 +40,11 @@ class Measured:
     samples: dict[str, Tensor] = field(default_factory=dict)  # (N,), NaN where an image does not count: their mean
     by_class: dict[str, Tensor] = field(default_factory=dict)  # (C,), NaN where a class does not count: their mean
     table: dict[str, Tensor] = field(default_factory=dict)  # (C,): columns of per_class.csv, no number of results.json
+    ranked: tuple[Tensor, Tensor] | None = None  # where images have sets of given labels: scores and sets of `map`
 
     def results(self) -> dict[str, float]:
         """The flat dictionary of results.json, without measures that no image or class counts for."""
-        means = {key: float(values.nanmean()) for key, values in (self.samples | self.by_class).items()}
-        every = self.facts | means
+        every = self.facts | {key: float(values.nanmean()) for key, values in (self.samples | self.by_class).items()}
         f1 = [key for key in self.samples if key.startswith("f1")]
         ordered = dict.fromkeys((*FIRST, *f1, *LAST, *every))
         return {key: every[key] for key in ordered if key in every and every[key] == every[key]}
@@ -55,9 +57,8 @@ def measure(
     *,
     activation: Activation,
     prediction_set: SetRule,
-    rho: float | None,
     main: Tensor | None = None,
-    thresholds: Sequence[float] = (),
+    thresholds: Mapping[str, float | None] = MappingProxyType({}),
 ) -> Measured:
     """Measure all that the labels allow: percent 0-100, except coverage (labels per image) and recovery_map (0-1).
 
@@ -68,9 +69,8 @@ def measure(
         activation: how logits become probabilities.
         prediction_set: the rule of the plain `f1@...` and `coverage@...`; F1 by the other rules has those rules' names.
             The best class alone (`argmax`) has no threshold: its F1 is the same at each, and there is no best one.
-        rho: the pseudo-label threshold, for f1@rho.
         main: (N,) the class of the main object, where it is known.
-        thresholds: more of them for f1@...
+        thresholds: more of them for f1@NAME, such as that of the pseudo-labels (rho); None is left out.
     """
     probabilities = logits.softmax(1) if activation == "softmax" else logits.sigmoid()
     measured = Measured(facts={"images": len(logits)})
@@ -82,11 +82,11 @@ def measure(
         if known:  # random scores rank a class's images as its share of all
             measured.facts["chance_map"] = 100 * float(counts[counts > 0].mean()) / known
     if main is not None:
-        measured.samples["main_accuracy"] = 100 * top_k(logits, main, 1).double()
-    predicted = predicted_set(probabilities, 0.25, prediction_set)
-    measured.samples["coverage@0.25"] = count_true(predicted).double()
+        measured.samples["main_accuracy"] = hits(top_k(logits, 1), main)
+    sizes = count_true(probabilities > 0.25)
+    measured.samples["coverage@0.25"] = sizes.where(~best_alone(sizes, prediction_set), 1).double()
     if truth is not None:
-        _set_scores(measured, logits, probabilities, truth, prediction_set, rho, thresholds)
+        _set_scores(measured, logits, probabilities, truth, prediction_set, thresholds)
         if main is not None:  # the score of a perfect classifier of the main object
             alone = torch.nn.functional.one_hot(main, logits.shape[1]).bool()
             measured.facts["main_only_f1"] = 100 * float(sample_f1(alone, truth)[truth.any(1)].mean())
@@ -105,8 +105,7 @@ def _given_scores(measured: Measured, logits: Tensor, given: Tensor) -> None:
     if known < len(given):
         measured.facts["images_with_label"] = float(known)
     for key, k in (("accuracy", 1), ("top5", 5)):
-        right = torch.where(labelled, 100 * top_k(logits, given, k).double(), torch.nan)
-        measured.samples[key] = right
+        measured.samples[key] = right = hits(top_k(logits, k), given)
         sums = torch.bincount(given[labelled], right[labelled], minlength=num_classes)
         measured.table[key] = sums / torch.where(counts > 0, counts, torch.nan)
     measured.by_class["balanced_accuracy"] = measured.table["accuracy"]
@@ -119,8 +118,7 @@ def _set_scores(
     probabilities: Tensor,
     truth: Tensor,
     prediction_set: SetRule,
-    rho: float | None,
-    more: Sequence[float],
+    more: Mapping[str, float | None],
 ) -> None:
     """The measures of sets: F1 at all thresholds comes from one table of counts."""
     sizes = count_true(truth)
@@ -129,20 +127,23 @@ def _set_scores(
     def percent(values: Tensor) -> Tensor:
         return torch.where(known, 100 * values.double(), torch.nan)
 
-    best_is_true = top_1_in_set(logits, truth)
-    measured.facts |= {"images_with_set": float(known.sum()), "trivial_f1": 100 * constant_f1(truth[known])[0]}
-    measured.samples |= {"real_acc": percent(best_is_true), "lrap": percent(ranking_precision(logits, truth))}
-    grid = threshold_grid()
-    named = {f"{t:g}": t for t in (*THRESHOLDS, *more)} | ({"rho": rho} if rho is not None else {})
-    thresholds = torch.cat([grid, torch.tensor(list(named.values()))]).unique()  # ascending
-    predicted, hits = threshold_counts(probabilities, truth, thresholds)
+    best_is_true = truth.gather(1, top_k(logits, 1))  # (N, 1): ReaL accuracy
+    measured.facts |= {"images_with_set": float(known.sum()), "trivial_f1": 100 * constant_f1(truth[known])}
+    measured.samples |= {
+        "real_acc": percent(best_is_true.squeeze(1)),
+        "lrap": percent(ranking_precision(logits, truth)),
+    }
+    named = {f"{t:g}": t for t in THRESHOLDS} | {name: t for name, t in more.items() if t is not None}
+    thresholds = torch.cat([GRID, torch.tensor(list(named.values()))]).unique()  # ascending
+    predicted, found = threshold_counts(probabilities, truth, thresholds)
     for rule in RULES:
-        f1 = f1_of_counts(*apply_rule(predicted, hits, best_is_true, rule), sizes.unsqueeze(1))
+        alone = best_alone(predicted, rule)
+        f1 = f1_of_counts(predicted.where(~alone, 1), found.where(~alone, best_is_true.long()), sizes.unsqueeze(1))
         columns = {name: int(torch.searchsorted(thresholds, torch.tensor(t))) for name, t in named.items()}
         if rule == "argmax":
             measured.samples["f1_argmax"] = percent(f1[:, 0])
         else:
-            on_grid = torch.isin(thresholds, grid)
+            on_grid = torch.isin(thresholds, GRID)
             columns["best"] = int(torch.where(on_grid, f1[known].mean(0), -1.0).argmax())
             for name, column in columns.items():
                 measured.samples[f"f1_{rule}@{name}"] = percent(f1[:, column])
@@ -161,6 +162,8 @@ def _class_scores(measured: Measured, scores: Tensor, probabilities: Tensor, giv
     """
     known = truth.any(1)
     scores, truth = scores[known], truth[known]
+    if given.ndim == 2 and len(truth):
+        measured.ranked = scores, truth
     if given.ndim == 1:
         labels = given[known]
         is_given = torch.zeros_like(truth).scatter_(1, labels.clamp(min=0).unsqueeze(1), (labels >= 0).unsqueeze(1))
@@ -170,25 +173,38 @@ def _class_scores(measured: Measured, scores: Tensor, probabilities: Tensor, giv
     every, paper, fair = class_precisions(scores, [(truth, None), (other, None), (other, is_given)])
     measured.by_class |= {"map": 100 * every, "recovery_map": paper, "recovery_map_others": fair}
     predicted = probabilities[known] > TABLE_THRESHOLD
-    hits, sizes, true = (count_true(flags, 0) for flags in (predicted & truth, predicted, truth))
+    found, sizes, true = (count_true(flags, 0) for flags in (predicted & truth, predicted, truth))
     at = f"@{TABLE_THRESHOLD:g}"
     measured.table |= {
         "true": true, "average_precision": 100 * every,
         "other_true": count_true(other, 0), "other_average_precision": 100 * paper,
         f"found{at}": sizes,
-        f"precision{at}": 100 * hits / torch.where(sizes > 0, sizes, torch.nan),
-        f"recall{at}": 100 * hits / torch.where(true > 0, true, torch.nan),
-        f"f1{at}": 200 * hits / torch.where(sizes + true > 0, sizes + true, torch.nan),
+        f"precision{at}": 100 * found / torch.where(sizes > 0, sizes, torch.nan),
+        f"recall{at}": 100 * found / torch.where(true > 0, true, torch.nan),
+        f"f1{at}": 200 * found / torch.where(sizes + true > 0, sizes + true, torch.nan),
     }  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------- single measures
 
 
-def top_k(scores: Tensor, labels: Tensor, k: int) -> Tensor:
-    """Is the given label (N,) among the k best scores of (N, C)? (N,) booleans; a k above C counts as C."""
-    best = scores.argmax(1, keepdim=True) if k == 1 else scores.topk(min(k, scores.shape[1]), dim=1).indices
-    return (best == labels.unsqueeze(1)).any(1)
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """The classes (N, k) of the k best scores of (N, C); a k above C counts as C."""
+    return scores.argmax(1, keepdim=True) if k == 1 else scores.topk(min(k, scores.shape[1]), dim=1).indices
+
+
+def hits(guesses: Tensor, given: Tensor) -> Tensor:
+    """(N,) 100 where one of the guesses (N, k) is a given label, 0 where none is, NaN where no label is given.
+
+    Args:
+        guesses: (N, k) classes.
+        given: (N,) classes, below 0: no label; or (N, C) of 0 and 1.
+    """
+    if given.ndim == 1:
+        right, known = guesses == given.unsqueeze(1), given >= 0
+    else:
+        right, known = given.gather(1, guesses) > 0, (given > 0).any(1)
+    return torch.where(known, 100 * right.any(1).double(), torch.nan)
 
 
 def most_confused(best: Tensor, given: Tensor, num_classes: int) -> Tensor:
@@ -207,19 +223,12 @@ def most_confused(best: Tensor, given: Tensor, num_classes: int) -> Tensor:
     return torch.from_numpy(taken_for)
 
 
-def top_1_in_set(scores: Tensor, truth: Tensor) -> Tensor:
-    """Is the best score's class in the true set (ReaL accuracy)? (N,) booleans; truth (N, C) booleans."""
-    return truth.gather(1, scores.argmax(1, keepdim=True)).squeeze(1)
+def best_alone(sizes: Tensor, rule: SetRule) -> Tensor:
+    """Where the predicted set is the best class alone, booleans; `sizes` are those of {p > threshold}.
 
-
-def predicted_set(probabilities: Tensor, threshold: float, rule: SetRule) -> Tensor:
-    """Classes that count as predicted, (N, C) booleans: p > threshold, or that and the best class, or it alone."""
-    predicted = probabilities > threshold
-    if rule == "threshold":
-        return predicted
-    if rule == "argmax":
-        predicted = torch.zeros_like(predicted)
-    return predicted.scatter(1, probabilities.argmax(1, keepdim=True), True)
+    Where it is not, the set is {p > threshold}, which has the best class too.
+    """
+    return sizes == 0 if rule == "argmax_or_threshold" else torch.full_like(sizes, rule == "argmax", dtype=torch.bool)
 
 
 def count_true(flags: Tensor, dim: int = 1) -> Tensor:
@@ -253,19 +262,7 @@ def threshold_counts(probabilities: Tensor, truth: Tensor, thresholds: Tensor) -
     """
     edges = thresholds.to(probabilities).expand(len(probabilities), -1).contiguous()
     true, _ = _listed(probabilities, truth, -torch.inf)
-    predicted, hits = (
-        scores.shape[1] - torch.searchsorted(sorted_rows(scores), edges, right=True) for scores in (probabilities, true)
-    )
-    return predicted, hits
-
-
-def apply_rule(predicted: Tensor, hits: Tensor, best_is_true: Tensor, rule: SetRule) -> tuple[Tensor, Tensor]:
-    """Turn counts (N, T) of {p > threshold} into those of a set rule; `best_is_true` (N,) is about the best class."""
-    if rule == "threshold":
-        return predicted, hits
-    if rule == "argmax":
-        return torch.ones_like(predicted), best_is_true.to(hits).unsqueeze(1).expand_as(hits)
-    return predicted.clamp(min=1), torch.where(predicted == 0, best_is_true.long().unsqueeze(1), hits)
+    return _count_above(probabilities, edges), _count_above(true, edges)
 
 
 def class_thresholds(probabilities: Tensor, truth: Tensor) -> Tensor:
@@ -280,26 +277,15 @@ def class_thresholds(probabilities: Tensor, truth: Tensor) -> Tensor:
     """
     if not bool(truth.any()):
         return torch.full((truth.shape[1],), 0.5)
-    grid = threshold_grid()
     true = count_true(truth, 0).double()
     hits, sizes = (
-        torch.stack([count_true((probabilities > t) & among, 0) for t in grid.tolist()]).double()
+        torch.stack([count_true((probabilities > t) & among, 0) for t in GRID.tolist()]).double()
         for among in (truth, torch.ones_like(truth))
     )  # (T, C)
     all_hits, all_sizes = hits.sum(1, keepdim=True), (sizes + true).sum(1, keepdim=True)
     weight = PRIOR / true.sum()
     f1 = (hits + weight * all_hits) / (sizes + true + weight * all_sizes)
-    return grid[f1.argmax(0)]
-
-
-def threshold_grid(steps: int = 99) -> Tensor:
-    """(steps,) thresholds that are evenly spread in logit space, 0.0009 to 0.9991."""
-    return torch.linspace(-7, 7, steps).sigmoid()
-
-
-def sorted_rows(scores: Tensor) -> Tensor:
-    """Each row (R, M) in ascending order; numpy's sort of values is several times as fast as torch's."""
-    return torch.from_numpy(np.sort(scores.numpy(), axis=1))
+    return GRID[f1.argmax(0)]
 
 
 def average_precisions(scores: Tensor, targets: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
@@ -313,16 +299,16 @@ def average_precisions(scores: Tensor, targets: Sequence[tuple[Tensor, Tensor | 
         targets: pairs (positive, left_out) of (R, M) booleans; what is left out is neither right nor wrong.
     """
     listed = [_listed(scores, positive, torch.inf) for positive, _ in targets]
-    ranks = _at_least(sorted_rows(scores), torch.cat([values for values, _ in listed], 1))
+    ranks = _count_above(scores, torch.cat([values for values, _ in listed], 1), ties=True)
     precisions = []
     pairs = zip(targets, listed, ranks.split([values.shape[1] for values, _ in listed], 1), strict=True)
     for (_, left_out), (values, sizes), among in pairs:
         places = torch.arange(values.shape[1])
         pads = values.shape[1] - sizes.unsqueeze(1)
-        hits = _at_least(sorted_rows(values), values) - pads
+        hits = _count_above(values, values, ties=True) - pads
         if left_out is not None:
             others, _ = _listed(scores, left_out, -torch.inf)
-            among = among - _at_least(sorted_rows(others), values)
+            among = among - _count_above(others, values, ties=True)
         precision = torch.where(places < sizes.unsqueeze(1), hits.double() / among.clamp(min=1), 0.0).sum(1)
         precisions.append(precision / torch.where(sizes > 0, sizes, torch.nan))
     return precisions
@@ -339,9 +325,10 @@ def _listed(scores: Tensor, flags: Tensor, fill: float) -> tuple[Tensor, Tensor]
     return packed, sizes
 
 
-def _at_least(ordered: Tensor, values: Tensor) -> Tensor:
-    """How many of each ascending row (R, M) are no less than each of its values (R, K): (R, K)."""
-    return ordered.shape[1] - torch.searchsorted(ordered.contiguous(), values.contiguous())
+def _count_above(scores: Tensor, values: Tensor, *, ties: bool = False) -> Tensor:
+    """How many scores of each row (R, M) are above each of its values (R, K), or with `ties` no less: (R, K)."""
+    ordered = torch.from_numpy(np.sort(scores.numpy(), axis=1))  # several times as fast as torch's sort of values
+    return scores.shape[1] - torch.searchsorted(ordered.contiguous(), values.contiguous(), right=not ties)
 
 
 def ranking_precision(scores: Tensor, truth: Tensor) -> Tensor:
@@ -367,8 +354,8 @@ def class_precisions(scores: Tensor, targets: Sequence[tuple[Tensor, Tensor | No
     return [torch.cat(parts) for parts in zip(*blocks, strict=True)]
 
 
-def constant_f1(truth: Tensor) -> tuple[float, Tensor]:
-    """The best F1 that one constant set of classes reaches, and that set (C,) booleans.
+def constant_f1(truth: Tensor) -> float:
+    """The best F1 that one constant set of classes reaches.
 
     Among sets of k classes the k commonest ones are tried for every k: the baseline for any score.
     """
@@ -384,5 +371,4 @@ def constant_f1(truth: Tensor) -> tuple[float, Tensor]:
     hits = hits.view(len(kinds), num_classes).cumsum(1)
     totals = kinds.unsqueeze(1) + torch.arange(1, num_classes + 1)
     scores = (2 * hits.double() / totals).sum(0) / max(count, 1)
-    best = int(scores.argmax())
-    return float(scores[best]), place <= best
+    return float(scores.max())

@@ -94,24 +94,20 @@ def write_predictions(path: Path, predictions: Predictions) -> None:
         ],
         metadata={FORMAT: json.dumps(facts).encode()},
     )
+    logits = pa.array(predictions.logits.float().contiguous().numpy().ravel())
+    unknown = [None] * count
+    columns = [
+        list(predictions.ids),
+        pa.FixedSizeListArray.from_arrays(logits, width),
+        _numbers(predictions.given),
+        unknown if predictions.truth is None else _numbers(predictions.truth),
+        unknown if predictions.main is None else predictions.main.tolist(),
+    ]
     # The bytes of floats are sorted by their place first: exponents are alike and can be packed.
-    with pq.ParquetWriter(
-        path, schema, compression="zstd", use_dictionary=False,
+    pq.write_table(
+        pa.table(columns, schema=schema), path, row_group_size=ROWS, compression="zstd", use_dictionary=False,
         column_encoding={"logits.list.element": "BYTE_STREAM_SPLIT"},
-    ) as writer:  # fmt: skip
-        for at in range(0, count, ROWS):
-            rows = slice(at, at + ROWS)
-            flat = pa.array(predictions.logits[rows].float().contiguous().numpy().ravel())
-            unknown = [None] * len(flat[::width])
-            truth, main = predictions.truth, predictions.main
-            columns = [
-                pa.array(list(predictions.ids[rows]), pa.string()),
-                pa.FixedSizeListArray.from_arrays(flat, width),
-                pa.array(_numbers(predictions.given[rows]), pa.list_(pa.int32())),
-                pa.array(unknown if truth is None else _numbers(truth[rows]), pa.list_(pa.int32())),
-                pa.array(unknown if main is None else main[rows].tolist(), pa.int32()),
-            ]
-            writer.write_table(pa.table(columns, schema=schema))
+    )  # fmt: skip
 
 
 def read_predictions(path: Path) -> Predictions:

@@ -15,7 +15,7 @@ from finetune_mile.images.order import Indices
 from finetune_mile.learning.losses import given_matrix
 from finetune_mile.learning.probe import FOLDS, Activation, fit_probe, folds, neighbour_votes
 from finetune_mile.measures.intervals import compare, intervals
-from finetune_mile.measures.metrics import class_precisions
+from finetune_mile.measures.metrics import class_precisions, hits, top_k
 
 KINDS = ("k-NN", "softmax", "sigmoid")
 LINEAR: tuple[Activation, ...] = ("softmax", "sigmoid")
@@ -59,7 +59,7 @@ def scored(outputs: Outputs, given: Tensor, activation: Activation) -> Tensor:
     """
     logits, good = outputs
     if given.ndim == 1:
-        return hits(logits.nan_to_num().argmax(1), given).masked_fill_(~good, torch.nan)
+        return hits(top_k(logits.nan_to_num(), 1), given).masked_fill_(~good, torch.nan)
     known = good & (given > 0).any(1)
     scores = logits[known] if activation == "sigmoid" else logits[known].log_softmax(1)
     return 100 * class_precisions(scores, [(given[known] > 0, None)])[0]
@@ -68,14 +68,6 @@ def scored(outputs: Outputs, given: Tensor, activation: Activation) -> Tensor:
 def measure_of(given: Tensor) -> str:
     """The name of the mean of `scored` in results.json."""
     return "accuracy" if given.ndim == 1 else "map"
-
-
-def hits(guesses: Tensor, given: Tensor) -> Tensor:
-    """(n,) 100 where the guess is a given label, 0 where not, NaN where there is none."""
-    if given.ndim == 1:
-        return (guesses == given).double().mul(100).masked_fill(given < 0, torch.nan)
-    hits = given.gather(1, guesses.unsqueeze(1)).squeeze(1) > 0
-    return hits.double().mul(100).masked_fill(~(given > 0).any(1), torch.nan)
 
 
 def doubtful(

@@ -29,12 +29,12 @@ def score_of(results: Mapping[str, Any]) -> str | None:
     return next((key for key in SCORES if key in results), None)
 
 
-def edges(results: Mapping[str, float], table: Mapping[str, Tensor] | None = None) -> dict[str, float]:
-    """95 % intervals of the accuracies among the results, as `accuracy_low` and `accuracy_high`.
+def edges(results: Mapping[str, float], measured: Measured | None = None) -> dict[str, float]:
+    """95 % intervals of the scores among the results, as `accuracy_low` and `accuracy_high`.
 
     Args:
         results: of results.json.
-        table: columns (C,) of per_class.csv, for the interval of balanced_accuracy.
+        measured: what the results are means of, for the intervals of balanced_accuracy and map.
     """
     found: dict[str, float] = {}
     for key in (key for key in SHARES if key in results):
@@ -42,13 +42,16 @@ def edges(results: Mapping[str, float], table: Mapping[str, Tensor] | None = Non
         images = int(results.get(counted, results["images"]))
         low, high = wilson(results[key] / 100, images)
         found |= {f"{key}_low": 100 * low, f"{key}_high": 100 * high}
-    if table is not None and "balanced_accuracy" in results:
-        counts, right = table["given"].double(), table["accuracy"].nan_to_num().double() / 100
+    if measured is not None and "balanced_accuracy" in results:
+        counts = measured.table["given"].double()
+        right = measured.table["accuracy"].nan_to_num().double() / 100
         seen = counts > 0
         share = (right * counts + 1)[seen] / (counts + 2)[seen]  # not quite 0 or 1: few images a class prove neither
         half = 100 * NORMAL * float((share * (1 - share) / counts[seen]).sum().sqrt() / seen.sum())
         middle = results["balanced_accuracy"]
         found |= {"balanced_accuracy_low": max(middle - half, 0.0), "balanced_accuracy_high": min(middle + half, 100.0)}
+    if measured is not None and measured.ranked is not None:
+        _, found["map_low"], found["map_high"] = map_interval(*measured.ranked)
     return found
 
 
@@ -60,15 +63,6 @@ def with_edges(results: Mapping[str, Any], key: str, prefix: str = "") -> dict[s
 def sets_of(given: Tensor, truth: Tensor | None) -> Tensor:
     """The labels that `map` is of: true sets (N, C) where they are known beside given sets; else the given labels."""
     return given if truth is None or given.ndim == 1 else truth.long()
-
-
-def map_edges(scores: Tensor, given: Tensor) -> dict[str, float]:
-    """The interval of `map` for scores (N, C), where images have sets of given labels (N, C); else nothing."""
-    if given.ndim == 1 or not bool((given > 0).any()):
-        return {}
-    known = (given > 0).any(1)
-    low, high = map_interval(scores[known], given[known] > 0)
-    return {"map_low": low, "map_high": high}
 
 
 def chosen_thresholds(probabilities: Tensor, given: Tensor) -> tuple[list[float], dict[str, float]]:
@@ -101,9 +95,7 @@ def units(measured: Measured) -> dict[str, object]:
     """What start.json keeps of a probe, so that a run can be compared with it image by image, or class by class."""
     if "accuracy" in measured.samples:
         return {"right": np.packbits((measured.samples["accuracy"] > 0).numpy()).tobytes().hex()}
-    if "map" in measured.by_class:
-        return {"average_precision": [None if v != v else v for v in measured.by_class["map"].tolist()]}
-    return {}
+    return {"average_precision": [None if v != v else v for v in measured.by_class["map"].tolist()]}
 
 
 def over(measured: Measured, lines: Mapping[str, Any], name: str) -> dict[str, float]:
@@ -114,16 +106,11 @@ def over(measured: Measured, lines: Mapping[str, Any], name: str) -> dict[str, f
         lines: `units` of the probe, on the same images.
         name: of the difference.
     """
-    if "right" in lines and "accuracy" in measured.samples:
-        mine = measured.samples["accuracy"]
-        bits = np.unpackbits(np.frombuffer(bytes.fromhex(lines["right"]), dtype=np.uint8))[: len(mine)]
-        if len(bits) < len(mine):
-            return {}
-        theirs = torch.from_numpy(100.0 * bits)
-    elif "average_precision" in lines and "map" in measured.by_class:
-        mine = measured.by_class["map"]
-        theirs = torch.tensor([torch.nan if v is None else v for v in lines["average_precision"]], dtype=torch.float64)
-    else:
+    mine = compared(measured)
+    bits = np.unpackbits(np.frombuffer(bytes.fromhex(lines.get("right", "")), dtype=np.uint8))[: len(mine)]
+    precisions = [torch.nan if v is None else v for v in lines.get("average_precision", ())]
+    theirs = torch.tensor(precisions, dtype=torch.float64) if precisions else torch.from_numpy(100.0 * bits)
+    if len(theirs) != len(mine):
         return {}
     found = compare({name: mine}, {name: theirs}).get(name)
     return {} if found is None else {name: found.difference, f"{name}_low": found.low, f"{name}_high": found.high}
@@ -131,12 +118,12 @@ def over(measured: Measured, lines: Mapping[str, Any], name: str) -> dict[str, f
 
 def worse_than_probe(results: Mapping[str, float]) -> str | None:
     """A sentence if the score is below that of a linear probe of the checkpoint, beyond chance."""
-    key = score_of(results)
-    if key is None or not _clearly_below(results, "over_probe"):
+    key, below = score_of(results), _clearly_below(results, "over_probe")
+    if key is None or below is None:
         return None
     return (
         f"Fine-tuning made this model worse: {SCORES[key]} {results[key]:.1f} %, and the linear probe of its "
-        f"checkpoint has {results[f'probe_{key}']:.1f} % ({_difference(results, 'over_probe')}). Use --keep best, or "
+        f"checkpoint has {results[f'probe_{key}']:.1f} % ({below}). Use --keep best, or "
         "the default --steps; if the images must not be mirrored or cropped (digits, text), set augment.flip=false and "
         "augment.crop=none."
     )
@@ -144,26 +131,24 @@ def worse_than_probe(results: Mapping[str, float]) -> str | None:
 
 def below_own_size(results: Mapping[str, float], size: int) -> str | None:
     """A sentence if a linear probe at the checkpoint's own image size beats a run at `size` pixels, beyond chance."""
-    key = score_of(results)
-    if key is None or not _clearly_below(results, "over_own_size_probe"):
+    key, below = score_of(results), _clearly_below(results, "over_own_size_probe")
+    if key is None or below is None:
         return None
     own = int(results["own_size"])
     return (
         f"This model, at {size} pixels, is worse than a linear probe at the checkpoint's own {own} pixels: "
         f"{SCORES[key]} {results[key]:.1f} % and {results[f'own_size_probe_{key}']:.1f} % "
-        f"({_difference(results, 'over_own_size_probe')}). Run again without --size and with --trunk frozen: that "
+        f"({below}). Run again without --size and with --trunk frozen: that "
         f"trains a classifier on the features at {own} pixels, which takes little time."
     )
 
 
-def _clearly_below(results: Mapping[str, float], name: str) -> bool:
-    """Is a difference below zero, with its interval, and large enough for anybody to care?"""
-    return results.get(f"{name}_high", 0.0) < 0 and results[name] <= -LEAST_DIFFERENCE
-
-
-def _difference(results: Mapping[str, float], name: str) -> str:
-    low, high = results[f"{name}_low"], results[f"{name}_high"]
-    return f"difference {results[name]:+.1f}, 95 % interval {low:+.1f} to {high:+.1f}"
+def _clearly_below(results: Mapping[str, float], name: str) -> str | None:
+    """A difference in words, if it is below zero, with its interval, and large enough for anybody to care."""
+    difference, low, high = (results.get(name + end, 0.0) for end in ("", "_low", "_high"))
+    if high >= 0 or difference > -LEAST_DIFFERENCE:
+        return None
+    return f"difference {difference:+.1f}, 95 % interval {low:+.1f} to {high:+.1f}"
 
 
 # ------------------------------------------------------------------------------------ against guessing

@@ -14,10 +14,10 @@ from finetune_mile.checkpoints.init import Init
 from finetune_mile.checkpoints.loading import Opened, keep_own_head, open_trunk
 from finetune_mile.images.order import Indices
 from finetune_mile.images.splits import one_label_each
-from finetune_mile.learning.probe import neighbours
+from finetune_mile.learning.probe import neighbour_votes
 from finetune_mile.measures.intervals import wilson
+from finetune_mile.measures.metrics import hits, top_k
 from finetune_mile.measures.predictions import pick_probe
-from finetune_mile.measures.probing import hits
 from finetune_mile.networks.heads import get_head
 from finetune_mile.training.checks import Check
 from finetune_mile.training.device import Device
@@ -57,16 +57,16 @@ def check_accuracies(
         other = published and card.linear_top1 is not None and not card.linear_head
         what = "the classifier in the file" + (", which is not the published linear one" if other else "")
         known = card.linear_top1 if card.linear_head and published else None
-        yield _compared("head", what, hits(head(queries).argmax(1), given), known, task.num_classes, card)
+        yield _compared("head", what, hits(top_k(head(queries), 1), given), known, task.num_classes, card)
     if bank is not None:
         base, labels = found["train"][0], one_label_each(found["train"][1])
-        guesses = neighbours(queries, base, labels, task.num_classes, k=card.knn_k, temperature=card.knn_temperature)
+        votes = neighbour_votes(queries, base, labels, task.num_classes, k=card.knn_k, temperature=card.knn_temperature)
         complete = len(rows["train"]) == len(labelled)
         what = f"k-NN (k {card.knn_k}) with {len(base):,} of {len(labelled):,} training images"
         if published and card.knn_top1 is not None and not complete:
             what += f" (with all, published: {card.knn_top1:g}; --bank all compares)"
         known = card.knn_top1 if published and complete else None
-        yield _compared("k-NN", what, hits(guesses, given), known, task.num_classes, card)
+        yield _compared("k-NN", what, hits(top_k(votes, 1), given), known, task.num_classes, card)
 
 
 def _features(

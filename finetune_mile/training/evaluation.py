@@ -32,7 +32,7 @@ from finetune_mile.measures.predictions import (
     write_per_class,
     write_predictions,
 )
-from finetune_mile.measures.verdicts import edges, map_edges, sets_of
+from finetune_mile.measures.verdicts import edges
 from finetune_mile.training import processes
 from finetune_mile.training.folder import environment
 from finetune_mile.training.origin import REFITTED, default_part, file_of_run, is_logits, recipe_of, say_trained_on
@@ -109,7 +109,7 @@ class Evaluation:
         measured = [
             measure(
                 model.logits, first.given, first.truth, activation=self.activation or model.activation,
-                main=first.main, prediction_set=facts["prediction_set"], rho=facts["rho"],
+                main=first.main, prediction_set=facts["prediction_set"], thresholds={"rho": facts["rho"]},
             )
             for model in models
         ]  # fmt: skip
@@ -180,10 +180,7 @@ class Evaluation:
             for key, (low, high) in intervals(present, draws=self.draws, seed=self.seed).items():
                 results |= {f"{key}_low": low, f"{key}_high": high}
         # Shares have Wilson's interval, as in runs: no resample of 40 right answers has a wrong one.
-        softmax = (self.activation or predictions.activation) == "softmax"
-        ranked = predictions.logits.log_softmax(1) if softmax else predictions.logits
-        labels = sets_of(predictions.given, predictions.truth)
-        return results | edges(results, measured.table) | map_edges(ranked, labels)
+        return results | edges(results, measured)
 
     def write(self, scored: Evaluated, out: Path) -> None:
         """Write results.json, per_class.csv, eval.json, comparison.json, and logits.parquet if a model made them."""

@@ -23,9 +23,9 @@ from finetune_mile.images.splits import one_label_each, stratified
 from finetune_mile.learning.losses import given_matrix
 from finetune_mile.learning.probe import fit_probe, neighbour_votes
 from finetune_mile.learning.roles import tensors_of
-from finetune_mile.measures.metrics import class_precisions
-from finetune_mile.measures.probing import hits
-from finetune_mile.measures.verdicts import map_edges, score_of, sets_of, units, with_edges
+from finetune_mile.measures.intervals import map_interval
+from finetune_mile.measures.metrics import hits, top_k
+from finetune_mile.measures.verdicts import score_of, sets_of, units, with_edges
 from finetune_mile.networks.heads import Features, StandardisedLinear, get_head, set_head
 from finetune_mile.networks.parts import split_head
 from finetune_mile.training.device import Device
@@ -180,12 +180,11 @@ def _lines(
         known = sets_of(val.given, val.truth)
         votes = neighbour_votes(queries.rows[good], bank, given, task.num_classes)
         if known.ndim == 1:
-            lines["knn_accuracy"] = float(hits(votes.argmax(1), known[good]).nanmean())
-        else:
-            truth = known[good] > 0
-            (precisions,) = class_precisions(votes[truth.any(1)], [(truth[truth.any(1)], None)])
-            lines["knn_map"] = 100 * float(precisions.nanmean())
-            lines |= {f"knn_{key}": value for key, value in map_edges(votes, known[good]).items()}
+            lines["knn_accuracy"] = float(hits(top_k(votes, 1), known[good]).nanmean())
+        elif measured.ranked is not None:
+            sets = (known[good] > 0).any(1)
+            scored = map_interval(votes[sets], known[good][sets] > 0)
+            lines |= dict(zip(("knn_map", "knn_map_low", "knn_map_high"), scored, strict=True))
     return lines
 
 

@@ -35,7 +35,7 @@ from finetune_mile.learning.mixing import Mix, draw_mix
 from finetune_mile.learning.optim import rate_at
 from finetune_mile.measures.metrics import Measured, measure
 from finetune_mile.measures.predictions import pick_probe
-from finetune_mile.measures.verdicts import edges, map_edges, sets_of
+from finetune_mile.measures.verdicts import edges
 from finetune_mile.networks.heads import set_head
 from finetune_mile.networks.parts import (
     choose_trainable,
@@ -156,16 +156,15 @@ class Task:
         logits, picked = outputs.rows[good], picked[good]
         measured = measure(
             logits, images.given[picked], None if images.truth is None else images.truth[picked],
-            activation=recipe.activation, prediction_set=recipe.evaluate.prediction_set, rho=recipe.rho,
-            main=None if images.main is None else images.main[picked], thresholds=recipe.evaluate.thresholds,
+            activation=recipe.activation, prediction_set=recipe.evaluate.prediction_set,
+            main=None if images.main is None else images.main[picked],
+            thresholds={**{f"{t:g}": t for t in recipe.evaluate.thresholds}, "rho": recipe.rho},
         )  # fmt: skip
         scores = measured.results()
         if self.data.extra_scores is not None and split == "val":
             scores |= self.data.extra_scores(self.probabilities(logits), picked)
         if intervals:
-            ranked = logits if recipe.activation == "sigmoid" else logits.log_softmax(1)
-            labels = sets_of(images.given, images.truth)[picked]
-            scores |= edges(scores, measured.table) | map_edges(ranked, labels)
+            scores |= edges(scores, measured)
         bad = {} if bool(good.all()) else {"bad_images": float((~good).sum())}
         return scores | bad, measured
 

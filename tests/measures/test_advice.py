@@ -47,7 +47,7 @@ def test_scores_are_those_of_results_for_one_label_and_for_sets():
     sets = (torch.rand(50, 4, generator=draw) < 0.4).long()
     for given, key in ((one, "accuracy"), (sets, "map")):
         for activation in ("softmax", "sigmoid"):
-            measured = measure(logits, given, None, activation=activation, prediction_set="threshold", rho=None)
+            measured = measure(logits, given, None, activation=activation, prediction_set="threshold")
             own = scored(Outputs(logits, torch.ones(50, dtype=torch.bool)), given, activation)
             assert float(own.nanmean()) == pytest.approx(measured.results()[key])
             low, high = interval(own, key)

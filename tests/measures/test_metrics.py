@@ -24,7 +24,7 @@ def sample(seed, n=60, c=7, rounding=1):
 @given(st.integers(0, 9999), st.sampled_from([0, 1, 6]))
 def test_f1_and_ranking_equal_scikit_learns(seed, rounding):
     scores, truth, _ = sample(seed, rounding=rounding)
-    predicted = metrics.predicted_set(scores.sigmoid(), 0.5, "threshold")
+    predicted = scores.sigmoid() > 0.5
     theirs = f1_score(truth.numpy(), predicted.numpy(), average="samples", zero_division=0)
     assert float(metrics.sample_f1(predicted, truth).mean()) == pytest.approx(theirs, abs=1e-6)
     theirs = label_ranking_average_precision_score(truth.numpy(), scores.double().numpy())
@@ -35,40 +35,51 @@ def test_top_k_equals_scikit_learns():
     scores, _, labels = sample(1, rounding=6)
     for k in (1, 3, 5):
         theirs = top_k_accuracy_score(labels.numpy(), scores.numpy(), k=k, labels=np.arange(7))
-        assert float(metrics.top_k(scores, labels, k).float().mean()) == pytest.approx(theirs)
-    assert metrics.top_k(scores, labels, 99).all()
+        assert float(metrics.hits(metrics.top_k(scores, k), labels).mean()) == pytest.approx(100 * theirs)
+    assert (metrics.hits(metrics.top_k(scores, 99), labels) == 100).all()
+
+
+def test_an_image_without_a_label_is_neither_right_nor_wrong():
+    best = torch.tensor([[0], [1], [1]])
+    assert metrics.hits(best, torch.tensor([0, 2, -1])).tolist() == pytest.approx([100, 0, np.nan], nan_ok=True)
+    sets = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]])
+    assert metrics.hits(best, sets).tolist() == pytest.approx([100, 0, np.nan], nan_ok=True)
 
 
 def test_the_published_set_rule_adds_the_best_class():
-    p = torch.tensor([[0.1, 0.2], [0.6, 0.7]])
-    assert metrics.predicted_set(p, 0.25, "threshold").tolist() == [[False, False], [True, True]]
-    assert metrics.predicted_set(p, 0.25, "argmax_or_threshold").tolist() == [[False, True], [True, True]]
+    sizes = torch.tensor([0, 2])  # of {p > threshold}
+    assert metrics.best_alone(sizes, "threshold").tolist() == [False, False]
+    assert metrics.best_alone(sizes, "argmax_or_threshold").tolist() == [True, False]
+    assert metrics.best_alone(sizes, "argmax").tolist() == [True, True]
 
 
 def test_no_constant_beats_the_trivial_score():
     _, truth, _ = sample(5, c=5)
-    best, chosen = metrics.constant_f1(truth)
-    every = []
+    best, every = metrics.constant_f1(truth), []
     for bits in range(1, 32):
         constant = torch.tensor([bool(bits >> i & 1) for i in range(5)]).expand_as(truth)
         every.append(float(metrics.sample_f1(constant, truth).mean()))
     assert best == pytest.approx(max(every), abs=0.01)
-    assert float(metrics.sample_f1(chosen.expand_as(truth), truth).mean()) == pytest.approx(best)
+    common = truth.sum(0).argsort(descending=True, stable=True)
+    sets = [torch.isin(torch.arange(5), common[:k]).expand_as(truth) for k in range(1, 6)]
+    assert best == pytest.approx(max(float(metrics.sample_f1(each, truth).mean()) for each in sets))
 
 
 def test_results_leave_empty_sets_out_and_say_how_many():
     scores, truth, labels = sample(2)
     truth[:10], truth[10:, 0] = False, True
-    found = measure(scores, labels, truth, activation="sigmoid", prediction_set="threshold", rho=0.1).results()
+    found = measure(
+        scores, labels, truth, activation="sigmoid", prediction_set="threshold", thresholds={"rho": 0.1}
+    ).results()
     assert found["images"] == 60
     assert found["images_with_set"] == int(truth.any(1).sum())
     assert found["f1@0.25"] == found["f1_threshold@0.25"]
     assert found["f1@best"] >= max(found["f1@0.25"], found["f1@0.5"]) - 1
     published = measure(
-        scores, labels, truth, activation="sigmoid", prediction_set="argmax_or_threshold", rho=0.1
+        scores, labels, truth, activation="sigmoid", prediction_set="argmax_or_threshold", thresholds={"rho": 0.1}
     ).results()
     assert published["f1@0.5"] == found["f1_argmax_or_threshold@0.5"]
-    plain = measure(scores, labels, None, activation="softmax", prediction_set="threshold", rho=None).results()
+    plain = measure(scores, labels, None, activation="softmax", prediction_set="threshold").results()
     assert not any(key.startswith(("f1", "real", "lrap", "trivial")) for key in plain)
 
 
@@ -76,7 +87,7 @@ def test_coverage_counts_the_prediction_set_that_was_asked_for():
     """With the best class always predicted no image has fewer than one label: the paper's coverage is never below 1."""
     logits = torch.tensor([[-3.0, -2.0, -4.0], [2.0, 1.0, -4.0]])  # sigmoids: none above 0.25; two
     found = {
-        rule: measure(logits, torch.tensor([1, 0]), None, activation="sigmoid", prediction_set=rule, rho=None).results()
+        rule: measure(logits, torch.tensor([1, 0]), None, activation="sigmoid", prediction_set=rule).results()
         for rule in ("threshold", "argmax_or_threshold", "argmax")
     }
     assert found["threshold"]["coverage@0.25"] == 1.0
@@ -89,7 +100,9 @@ def test_finding_8_the_set_of_a_softmax_is_its_best_class_alone():
     logits = torch.tensor([[2.0, 1.9, -4.0], [0.0, 3.0, -1.0]])  # the first softmax has two classes above 0.25
     truth = torch.tensor([[True, True, False], [True, False, False]])
     found = {
-        rule: measure(logits, torch.tensor([0, 0]), truth, activation="softmax", prediction_set=rule, rho=0.1).results()
+        rule: measure(
+            logits, torch.tensor([0, 0]), truth, activation="softmax", prediction_set=rule, thresholds={"rho": 0.1}
+        ).results()
         for rule in ("argmax", "argmax_or_threshold")
     }
     only = found["argmax"]
@@ -135,8 +148,8 @@ def test_a_main_object_gives_its_accuracy_and_what_it_alone_would_score():
     logits = torch.tensor([[3.0, 1.0, -1.0], [0.0, 2.0, 1.0]])
     truth = torch.tensor([[True, True, False], [False, False, True]])
     found = measure(
-        logits, torch.tensor([1, 2]), truth, activation="sigmoid", prediction_set="threshold", rho=None,
-        main=torch.tensor([0, 2]), thresholds=(0.8,),
+        logits, torch.tensor([1, 2]), truth, activation="sigmoid", prediction_set="threshold",
+        main=torch.tensor([0, 2]), thresholds={"0.8": 0.8},
     ).results()  # fmt: skip
     assert found["main_accuracy"] == 50.0
     assert found["main_only_f1"] == pytest.approx(100 * (2 / 3 + 1) / 2)

@@ -14,7 +14,7 @@ from sklearn.metrics import average_precision_score, f1_score, label_ranking_ave
 from finetune_mile.measures import metrics
 from finetune_mile.measures.metrics import measure
 
-HOW = {"prediction_set": "threshold", "rho": None}
+HOW = {"prediction_set": "threshold"}
 ROUNDINGS = st.sampled_from([0, 1, 6])  # whole numbers have ties
 
 
@@ -77,18 +77,19 @@ def test_recovery_by_hand():
 def test_f1_from_counts_equals_f1_of_sets_at_every_threshold(seed, rounding, rule):
     scores, truth, labels = sample(seed, rounding=rounding)
     p = scores.sigmoid()
-    thresholds = torch.cat([metrics.threshold_grid(19), p.flatten()[:9]]).unique()  # ties with a threshold too
-    counts = metrics.apply_rule(*metrics.threshold_counts(p, truth, thresholds), metrics.top_1_in_set(p, truth), rule)
-    f1 = metrics.f1_of_counts(*counts, truth.sum(1, keepdim=True))
+    thresholds = torch.cat([metrics.GRID[::5], p.flatten()[:9]]).unique()  # ties with a threshold too
+    alone = torch.zeros_like(truth).scatter_(1, p.argmax(1, keepdim=True), True)
 
     def plain(t):
-        return metrics.sample_f1(metrics.predicted_set(p, t, rule), truth)
+        predicted = {"threshold": p > t, "argmax_or_threshold": (p > t) | alone, "argmax": alone}[rule]
+        return metrics.sample_f1(predicted, truth)
 
-    for column, t in enumerate(thresholds.tolist()):
-        assert torch.equal(f1[:, column], plain(t))
-    known = truth.any(1)
-    results = measure(scores, labels, truth, activation="sigmoid", prediction_set=rule, rho=None).results()
-    best = max(float(plain(t)[known].mean()) for t in metrics.threshold_grid().tolist())
+    known, named = truth.any(1), {f"number {i}": t for i, t in enumerate(thresholds.tolist())}
+    measured = measure(scores, labels, truth, activation="sigmoid", prediction_set=rule, thresholds=named)
+    for name, t in named.items():
+        assert torch.equal(measured.samples[f"f1@{name}"][known], 100 * plain(t)[known])
+    results = measure(scores, labels, truth, activation="sigmoid", prediction_set=rule).results()
+    best = max(float(plain(t)[known].mean()) for t in metrics.GRID.tolist())
     if rule == "argmax":
         assert results["f1@0.25"] == results["f1_argmax"] == pytest.approx(100 * best)
         return
@@ -127,7 +128,7 @@ def test_real_labels_at_full_size(shared):
     assert found["images_with_set"] == int(known.sum())
     inside = truth[torch.arange(50000), labels][known].double().mean()
     assert 100 * float(inside) == pytest.approx(90.02, abs=0.005)
-    predicted = metrics.predicted_set(logits[known].sigmoid(), 0.5, "threshold").numpy()
+    predicted = (logits[known].sigmoid() > 0.5).numpy()
     theirs = f1_score(truth[known].numpy(), predicted, average="samples", zero_division=0)
     assert found["f1@0.5"] == pytest.approx(100 * theirs, abs=1e-9)
     theirs = label_ranking_average_precision_score(truth[known].numpy(), logits[known].numpy())

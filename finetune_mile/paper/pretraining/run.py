@@ -27,7 +27,7 @@ from finetune_mile.images.splits import one_label_each
 from finetune_mile.learning.loop import Loop, StepRecord
 from finetune_mile.learning.optim import decay_groups, make_optimizer, rate_at
 from finetune_mile.learning.phases import MethodState, Phase
-from finetune_mile.learning.probe import neighbours
+from finetune_mile.learning.probe import neighbour_votes
 from finetune_mile.learning.roles import Roles
 from finetune_mile.measures.guards import lower_rates
 from finetune_mile.measures.predictions import pick_probe
@@ -151,10 +151,10 @@ class PretrainSetup:
         queries, labels = self._features("val", settings.queries)
         if not len(bank) or not len(queries):
             return None
-        votes = neighbours(
+        votes = neighbour_votes(
             queries, bank, bank_labels, len(data.classes), k=settings.k, temperature=settings.temperature
         )
-        return round(100 * float((votes == labels).float().mean()), 3)
+        return round(100 * float((votes.argmax(1) == labels).float().mean()), 3)
 
     def _features(self, split: Split, limit: int) -> tuple[Tensor, Tensor]:
         """Features (n, D) and labels (n,) of up to `limit` labelled images of a split that can be read."""
