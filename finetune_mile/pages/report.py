@@ -1,4 +1,4 @@
-"""Pages for people: report.html of a run and of a pre-training run."""
+"""Pages for people: report.html of a run, and what other pages are made of."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from jinja2 import Environment, PackageLoader, select_autoescape
 from PIL import Image
 from torch import Tensor
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
     from finetune_mile.compute.passes import Outputs
     from finetune_mile.images.index import Data
-    from finetune_mile.paper.pretraining.run import PretrainSetup
     from finetune_mile.training.finish import Scored
     from finetune_mile.training.folder import RunFolder
     from finetune_mile.training.task import Task
@@ -41,7 +39,6 @@ CLASS_COLUMNS = {  # of per_class.csv, in the table of classes
     "precision@0.25": "precision at 0.25, %", "recall@0.25": "recall, %", "f1@0.25": "F1, %",
 }  # fmt: skip
 MOST_CLASSES = 1000  # in that table
-VIEWED, CELL = 12, 84  # images whose views a pre-training run shows, and about how large
 
 
 def render(template: str, **values: object) -> str:
@@ -250,38 +247,3 @@ def png_of(image: Tensor) -> bytes:
     stream = io.BytesIO()
     Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(stream, format="PNG")
     return stream.getvalue()
-
-
-# -------------------------------------------------------------------------------- report.html of a pre-training run
-
-
-def write_pretrain_report(setup: PretrainSetup, folder: RunFolder, results: dict[str, Any]) -> None:
-    """Write report.html and views.png into the run folder."""
-    lines = [r for r in folder.metrics() if r["kind"] == "train"]
-    plot, (axis,) = plot_figure(1, "training loss")
-    plot.set_size_inches(9.2, 2.6)
-    axis.plot([r["step"] for r in lines], [r["loss"] for r in lines], "-", lw=1, color=INK)
-    with whole_file(folder.path / "views.png") as part:
-        part.write_bytes(png_of(views_picture(setup)))
-    write_page(
-        folder.path / "report.html",
-        "pretrain.html",
-        title=folder.path.name,
-        recipe=setup.recipe,
-        results={key: value for key, value in results.items() if value is not None},
-        loss=embed(plot),
-        settings=to_yaml(setup.recipe),
-    )
-
-
-def views_picture(setup: PretrainSetup) -> Tensor:
-    """Some images in the first row, and each of their views in a row below: (3, H, W) uint8."""
-    count = min(VIEWED, len(setup.images))
-    keys = [(0, i) for i in range(count)]
-    images = setup.plain().read(keys)[0].images
-    rows = [images.float() / 255, *(view.cpu() for view in setup.views(images, keys))]
-    square = (max(CELL // (setup.recipe.size or 1), 1) * (setup.recipe.size or 1),) * 2
-    rows = [torch.nn.functional.interpolate(row, square) for row in rows]  # nearest: pixels stay pixels
-    framed = [torch.nn.functional.pad(row, (2, 2, 2, 2), value=1.0) for row in rows]
-    sheet = torch.cat([torch.cat(list(row), 2) for row in framed], 1)
-    return (sheet * 255).round().byte()

@@ -6,9 +6,9 @@ not on a run's seed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -96,7 +96,7 @@ def check_choices(options: Mapping[str, str], allowed: Mapping[str, Iterable[str
             raise Problem(f"{flag}: {key}={options[key]} must be one of {', '.join(words)}")
 
 
-@functools.lru_cache(maxsize=2)
+@lru_cache(maxsize=2)
 def multi_mnist(where: str, flag: str = "--data multi-mnist") -> Data:
     """Multi-MNIST (the paper, Sec. 4.4): grids of 42x42 pixels, made of MNIST digits, with one given label each.
 
@@ -145,7 +145,7 @@ def _two_digits(
     return torch.cat([left, right[second]], -1), 10 * labels + labels[second]
 
 
-@functools.lru_cache(maxsize=2)
+@lru_cache(maxsize=2)
 def mosaic(where: str, flag: str) -> Data:
     """Grids of the photos in class folders, one given label each; those for training are made of training photos alone.
 
@@ -253,14 +253,14 @@ def _coloured(scheme: str, where: str, flag: str, *, blank: float) -> Data:
             truth.scatter_(1, torch.stack([given, colour_classes], 1), True)
         return ImageSet(
             ids=[names[i] for i in rows], given=given, truth=truth, main=None if share else clean[rows],
-            read=_Paint(pictures, rows, colours[rows], empty), in_memory=True,
+            read=partial(_paint, pictures[rows], colours[rows].tolist(), empty.tolist()), in_memory=True,
             environment=torch.from_numpy(environment[rows]),
         )  # fmt: skip
 
     val = np.flatnonzero(held_out)
     return Data(
         name=scheme, classes=classes, train=image_set(np.flatnonzero(~held_out), blank), val=image_set(val, 0.0),
-        extra_scores=_DigitTask(labels[val], colours[val]) if blank else None,
+        extra_scores=partial(_digit_scores, labels[val], colours[val]) if blank else None,
     )  # fmt: skip
 
 
@@ -280,36 +280,24 @@ def _colour_options(where: str, flag: str) -> tuple[str, dict[str, str]]:
     return place, options
 
 
-class _Paint:
-    """An image set's `read`: a digit in its colour on black, or the colour alone."""
-
-    def __init__(self, pictures: Tensor, rows: Indices, colours: Tensor, empty: Tensor) -> None:
-        self.pictures, self.rows = pictures, rows.tolist()
-        self.channels, self.empty = [CHANNELS[c] for c in colours.tolist()], empty.tolist()
-
-    def __call__(self, index: int) -> Tensor:
-        """Image `index`, (3, s, s) uint8."""
-        image = self.pictures.new_zeros((3, *self.pictures.shape[1:]))
-        image[self.channels[index]] = 255 if self.empty[index] else self.pictures[self.rows[index]]
-        return image
+def _paint(pictures: Tensor, colours: list[int], empty: list[bool], index: int) -> Tensor:
+    """An image set's `read`: (3, s, s) uint8, a digit in its colour on black, or the colour alone."""
+    image = pictures.new_zeros((3, *pictures.shape[1:]))
+    image[CHANNELS[colours[index]]] = 255 if empty[index] else pictures[index]
+    return image
 
 
-class _DigitTask:
+def _digit_scores(labels: Tensor, colours: Tensor, probabilities: Tensor, rows: Tensor) -> dict[str, float]:
     """Scores of a network with colour classes on images that show a digit.
 
-    The paper explains its gain by a student that names the colour of such an image too: `colour_on_digits` shows it.
+    Accuracy (%) among the two digit classes, and mean outputs (0-1) of the image's own and the other colour. The paper
+    explains its gain by a student that names the colour of such an image too: `colour_on_digits` shows it.
     """
-
-    def __init__(self, labels: Tensor, colours: Tensor) -> None:
-        self.labels, self.colours = labels, colours
-
-    def __call__(self, probabilities: Tensor, rows: Tensor) -> dict[str, float]:
-        """Accuracy (%) among the two digit classes, and mean outputs (0-1) of the image's own and the other colour."""
-        own = self.colours[rows].unsqueeze(1)
-        of_digits, of_colours = probabilities.split(len(DIGITS), 1)
-        right = of_digits.argmax(1) == self.labels[rows]
-        return {
-            "digit_accuracy": 100 * float(right.double().mean()),
-            "colour_on_digits": float(of_colours.gather(1, own).mean()),
-            "other_colour_on_digits": float(of_colours.gather(1, 1 - own).mean()),
-        }
+    own = colours[rows].unsqueeze(1)
+    of_digits, of_colours = probabilities.split(len(DIGITS), 1)
+    right = of_digits.argmax(1) == labels[rows]
+    return {
+        "digit_accuracy": 100 * float(right.double().mean()),
+        "colour_on_digits": float(of_colours.gather(1, own).mean()),
+        "other_colour_on_digits": float(of_colours.gather(1, 1 - own).mean()),
+    }

@@ -91,7 +91,7 @@ def run(options: RunOptions, resolved: ResolvedPretrain, path: Path) -> int:
 
     with Signals(parent) as signals:
         setup = set_up(resolved.recipe, path, signals)
-        if setup.accelerator.is_main_process:
+        if setup.device.accelerator.is_main_process:
             describe(resolved, setup, full=options.explain)
         if options.explain:
             return 0
@@ -106,12 +106,12 @@ def describe(resolved: ResolvedPretrain, setup: PretrainSetup, *, full: bool) ->
     from finetune_mile.training.settings import settings_table
 
     out = Console(stderr=not full, highlight=False, soft_wrap=True)
-    recipe, world, count = setup.recipe, setup.accelerator.num_processes, len(setup.images)
+    recipe, world = setup.recipe, setup.device.accelerator.num_processes
     if full:
         out.print(settings_table(recipe, resolved.said_by, {}))
-    weights = sum(p.numel() for p in setup.trunk.parameters())
+    weights = sum(p.numel() for p in setup.learner.backbone.parameters())
     out.print(f"recipe  {resolved.path.name} ({resolved.why})")
-    out.print(f"data    {setup.data.name}: {count:,} images without their labels")
+    out.print(f"data    {setup.data.name}: {len(setup.data.train):,} images without their labels")
     out.print(f"network {recipe.arch}, {weights:,} parameters, at {recipe.size} pixels")
     epochs = recipe.steps / setup.plan.steps_per_epoch
     out.print(f"method  {recipe.method}: {recipe.steps:,} steps = {epochs:.1f} epochs")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 from lightly.loss import NegativeCosineSimilarity, NTXentLoss, SwaVLoss
@@ -23,32 +23,54 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from finetune_mile.paper.pretraining import recipe
+from finetune_mile.training.plan import Plan
 
 Outputs = tuple[Tensor, ...]
-Steps = Callable[[int | str], int]  # an amount of the recipe in steps
 
 
-class Learner(Protocol):
-    """What the loop knows of a method."""
+class Learner(nn.Module):
+    """What the loop knows of a method. Some methods have nothing to do around a step."""
 
-    backbone: nn.Module
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
 
     def begin_step(self, step: int) -> None:
         """Before the views of step `step` (from 0) are looked at."""
 
     def loss(self, outputs: Outputs) -> Tensor:
         """The loss () of what `forward` gave."""
+        raise NotImplementedError
 
     def end_backward(self) -> None:
         """After the gradients are there, before they are used."""
 
 
-class SimCLR(nn.Module):
+class WithSlowCopy(Learner):
+    """A method with a copy of trunk and projection head that follows them slowly."""
+
+    settings: recipe.MoCoV2Settings | recipe.BYOLSettings
+    steps: int
+    projection_head: nn.Module
+
+    def add_slow_copy(self) -> None:
+        self.backbone_momentum = copy.deepcopy(self.backbone)
+        self.projection_head_momentum = copy.deepcopy(self.projection_head)
+        deactivate_requires_grad(self.backbone_momentum)
+        deactivate_requires_grad(self.projection_head_momentum)
+
+    def begin_step(self, step: int) -> None:
+        """Let the slow copy follow."""
+        m = cosine_schedule(step, self.steps, self.settings.momentum, self.settings.momentum_end)
+        update_momentum(self.backbone, self.backbone_momentum, m)
+        update_momentum(self.projection_head, self.projection_head_momentum, m)
+
+
+class SimCLR(Learner):
     """NT-Xent over the projections of both views, of all processes."""
 
-    def __init__(self, backbone: nn.Module, features: int, settings: recipe.SimCLRSettings) -> None:
-        super().__init__()
-        self.backbone = backbone
+    def __init__(self, backbone: nn.Module, features: int, settings: recipe.SimCLRSettings, _plan: Plan) -> None:
+        super().__init__(backbone)
         self.projection_head = SimCLRProjectionHead(
             features, settings.hidden, settings.output, batch_norm=settings.batch_norm
         )
@@ -58,29 +80,22 @@ class SimCLR(nn.Module):
         """Views (B, 3, s, s) to projections (B, P)."""
         return tuple(self.projection_head(self.backbone(view)) for view in views)
 
-    def begin_step(self, step: int) -> None:
-        """Nothing."""
-        del step
-
     def loss(self, outputs: Outputs) -> Tensor:
         """Each view's partner against all others."""
         return cast(Tensor, self.criterion(*outputs))
 
-    def end_backward(self) -> None:
-        """Nothing."""
 
-
-class MoCoV2(nn.Module):
+class MoCoV2(WithSlowCopy):
     """A momentum encoder makes the keys; earlier keys wait in a queue as negatives."""
 
-    def __init__(self, backbone: nn.Module, features: int, settings: recipe.MoCoV2Settings, steps: int) -> None:
-        super().__init__()
-        self.settings, self.steps = settings, steps
-        self.backbone = backbone
+    def __init__(self, backbone: nn.Module, features: int, settings: recipe.MoCoV2Settings, plan: Plan) -> None:
+        super().__init__(backbone)
+        self.settings, self.steps = settings, plan.total_steps
+        self.symmetric = settings.symmetric
         self.projection_head = MoCoProjectionHead(
             features, settings.hidden, settings.output, batch_norm=settings.batch_norm
         )
-        self.backbone_momentum, self.projection_head_momentum = _slow(self.backbone), _slow(self.projection_head)
+        self.add_slow_copy()
         self.criterion = NTXentLoss(
             temperature=settings.temperature,
             memory_bank_size=(settings.queue, settings.output),
@@ -89,7 +104,7 @@ class MoCoV2(nn.Module):
 
     def forward(self, views: list[Tensor]) -> Outputs:
         """Views (B, 3, s, s) to pairs of queries and keys (B, P): one pair, or two."""
-        pairs = [(views[0], views[1]), (views[1], views[0])][: 2 if self.settings.symmetric else 1]
+        pairs = [(views[0], views[1]), (views[1], views[0])][: 2 if self.symmetric else 1]
         found: list[Tensor] = []
         for view, partner in pairs:
             with torch.no_grad():
@@ -97,31 +112,21 @@ class MoCoV2(nn.Module):
             found += [self.projection_head(self.backbone(view)), key]
         return tuple(found)
 
-    def begin_step(self, step: int) -> None:
-        """Let the slow copy follow."""
-        m = cosine_schedule(step, self.steps, self.settings.momentum, self.settings.momentum_end)
-        update_momentum(self.backbone, self.backbone_momentum, m)
-        update_momentum(self.projection_head, self.projection_head_momentum, m)
-
     def loss(self, outputs: Outputs) -> Tensor:
         """Each query's key against the queue; the keys join it."""
         pairs = [outputs[at : at + 2] for at in range(0, len(outputs), 2)]
         return torch.stack([self.criterion(query, key) for query, key in pairs]).mean()
 
-    def end_backward(self) -> None:
-        """Nothing."""
 
-
-class BYOL(nn.Module):
+class BYOL(WithSlowCopy):
     """Each view predicts what the momentum encoder makes of the other."""
 
-    def __init__(self, backbone: nn.Module, features: int, settings: recipe.BYOLSettings, steps: int) -> None:
-        super().__init__()
-        self.settings, self.steps = settings, steps
-        self.backbone = backbone
+    def __init__(self, backbone: nn.Module, features: int, settings: recipe.BYOLSettings, plan: Plan) -> None:
+        super().__init__(backbone)
+        self.settings, self.steps = settings, plan.total_steps
         self.projection_head = _mlp(features, settings)
         self.prediction_head = _mlp(settings.output, settings)
-        self.backbone_momentum, self.projection_head_momentum = _slow(self.backbone), _slow(self.projection_head)
+        self.add_slow_copy()
         self.criterion = NegativeCosineSimilarity()
 
     def forward(self, views: list[Tensor]) -> Outputs:
@@ -131,36 +136,24 @@ class BYOL(nn.Module):
             targets = [self.projection_head_momentum(self.backbone_momentum(view)) for view in views]
         return (*predicted, *targets)
 
-    def begin_step(self, step: int) -> None:
-        """Let the slow copy follow."""
-        m = cosine_schedule(step, self.steps, self.settings.momentum, self.settings.momentum_end)
-        update_momentum(self.backbone, self.backbone_momentum, m)
-        update_momentum(self.projection_head, self.projection_head_momentum, m)
-
     def loss(self, outputs: Outputs) -> Tensor:
         """Minus the cosine of prediction and target; -1 is perfect."""
         p0, p1, z0, z1 = outputs
         return cast(Tensor, 0.5 * (self.criterion(p0, z1) + self.criterion(p1, z0)))
 
-    def end_backward(self) -> None:
-        """Nothing."""
 
-
-class SwAV(nn.Module):
+class SwAV(Learner):
     """Each view predicts the other's soft cluster; small views predict both."""
 
-    def __init__(self, backbone: nn.Module, features: int, settings: recipe.SwAVSettings, steps: Steps) -> None:
-        super().__init__()
-        self.step = 0
-        self.frozen, self.queue_from = steps(settings.frozen), steps(settings.queue_from)
-        self.backbone = backbone
+    def __init__(self, backbone: nn.Module, features: int, settings: recipe.SwAVSettings, plan: Plan) -> None:
+        super().__init__(backbone)
+        self.step, self.frozen, self.queue_from = 0, plan.steps(settings.frozen), plan.steps(settings.queue_from)
         self.projection_head = _mlp(features, settings)
         self.prototypes = SwaVPrototypes(settings.output, settings.prototypes)
         # Every process holds the same queue; in the clustering each brings its own part of it.
-        kept = 2 if settings.queue else 0
         self.queues = nn.ModuleList(
             MemoryBankModule((settings.queue, settings.output), gather_distributed=True, feature_dim_first=False)
-            for _ in range(kept)
+            for _ in range(2 if settings.queue else 0)
         )
         self.criterion = SwaVLoss(
             temperature=settings.temperature,
@@ -209,16 +202,7 @@ def _mlp(inputs: int, head: recipe.Head) -> nn.Module:
     return made
 
 
-def _slow(module: nn.Module) -> nn.Module:
-    slow = copy.deepcopy(module)
-    deactivate_requires_grad(slow)
-    return slow
-
-
-# Method: from a trunk, its number of features, the recipe and a way to count steps to the module.
-METHODS: dict[str, Callable[[nn.Module, int, recipe.Pretrain, Steps], nn.Module]] = {
-    "simclr": lambda trunk, features, r, _: SimCLR(trunk, features, cast(recipe.SimCLRSettings, r.simclr)),
-    "mocov2": lambda trunk, features, r, _: MoCoV2(trunk, features, cast(recipe.MoCoV2Settings, r.mocov2), r.steps),
-    "byol": lambda trunk, features, r, _: BYOL(trunk, features, cast(recipe.BYOLSettings, r.byol), r.steps),
-    "swav": lambda trunk, features, r, steps: SwAV(trunk, features, cast(recipe.SwAVSettings, r.swav), steps),
-}
+# From a trunk, its number of features, the method's block of the recipe, and the plan.
+METHODS: dict[str, Callable[[nn.Module, int, Any, Plan], Learner]] = {
+    "simclr": SimCLR, "mocov2": MoCoV2, "byol": BYOL, "swav": SwAV,
+}  # fmt: skip

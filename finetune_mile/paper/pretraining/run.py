@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import tee
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool, Preprocess
-from finetune_mile.images.index import BadImages, Data, ImageSet, say_skipped
+from finetune_mile.images.index import BadImages, Data, say_skipped
 from finetune_mile.images.order import Key, Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources import load_data
@@ -32,7 +32,7 @@ from finetune_mile.learning.roles import Roles
 from finetune_mile.measures.guards import lower_rates
 from finetune_mile.measures.predictions import pick_probe
 from finetune_mile.networks.heads import build
-from finetune_mile.pages.report import write_pretrain_report
+from finetune_mile.pages.report import INK, embed, plot_figure, png_of, write_page
 from finetune_mile.paper.pretraining.methods import METHODS, Learner
 from finetune_mile.paper.pretraining.recipe import Pretrain
 from finetune_mile.paper.pretraining.views import SEEDS, ViewKind, draw, make_view
@@ -60,6 +60,7 @@ CHECKPOINT = "checkpoint.ckpt"
 WHOLE = Augmentation(crop="none", scale=(1.0, 1.0), shift=0, flip=False)  # nothing is lost before views are cut out
 BLOCK = 1024  # images read at once
 FEATURE_BATCH = 256  # images per forward pass of a process
+VIEWED, CELL = 12, 84  # images whose views the report shows, and about how large
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,31 +74,18 @@ class PretrainSetup:
     bad: BadImages
     device: Device
     plan: Plan
-    method: nn.Module  # the network and what its method puts around it
+    learner: Learner  # the network and what its method puts around it
     stored: Tensor | None = None  # (N, 3, S, S) uint8: all images, where they fit into memory
-
-    @property
-    def accelerator(self) -> Accelerator:
-        return self.device.accelerator
-
-    @property
-    def images(self) -> ImageSet:
-        """What is trained on; its labels are not looked at."""
-        return self.data.train
-
-    @property
-    def trunk(self) -> nn.Module:
-        return self.method.get_submodule("backbone")
 
     def plain(self) -> Views:
         """Whole training images, as views are cut out of them."""
         preprocess = self.preprocess.model_copy(update={"size": self.recipe.source_size})
-        record = partial(self.bad.add, "train", self.images.ids)
-        return Views(self.images, preprocess, WHOLE, self.recipe.seed, on_bad=record)
+        images = self.data.train
+        return Views(images, preprocess, WHOLE, self.recipe.seed, on_bad=partial(self.bad.add, "train", images.ids))
 
     def store_images(self) -> None:
         """Read all images once, where they fit into memory."""
-        side, count = self.recipe.source_size or 1, len(self.images)
+        side, count = self.recipe.source_size or 1, len(self.data.train)
         if count * 3 * side * side > self.recipe.keep_megabytes * 2**20:
             return
         keys = ([(0, i) for i in range(at, min(at + BLOCK, count))] for at in range(0, count, BLOCK))
@@ -107,14 +95,14 @@ class PretrainSetup:
             at += len(batch.images)
             self.device.tick()
 
-    def feed(self, pool: Pool, first_step: int) -> Iterator[list[Tensor]]:
+    def feed(self, _pool: Pool, first_step: int) -> Iterator[list[Tensor]]:
         """The normalised views of this process's part of each batch, from a step on, without end."""
-        del pool
-        order = Order(np.arange(len(self.images)), SEEDS * self.recipe.seed)
+        accelerator, recipe = self.device.accelerator, self.recipe
+        order = Order(np.arange(len(self.data.train)), SEEDS * recipe.seed)
         mine, theirs = tee(
             micro_batches(
-                order, first_step=first_step, batch_size=self.recipe.batch_size, accumulate=1,
-                rank=self.accelerator.process_index, world=self.accelerator.num_processes,
+                order, first_step=first_step, batch_size=recipe.batch_size, accumulate=1,
+                rank=accelerator.process_index, world=accelerator.num_processes,
             )
         )  # fmt: skip
         if self.stored is not None:
@@ -123,15 +111,14 @@ class PretrainSetup:
         else:
             read = batches(self.plain(), theirs, workers=self.device.workers, pin=self.device.pin)
             sources = (batch.images for batch in read)
-        device, recipe = self.accelerator.device, self.recipe
-        mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (recipe.mean, recipe.std))
+        mean, std = (torch.tensor(v, device=accelerator.device).view(3, 1, 1) for v in (recipe.mean, recipe.std))
         for images, keys in zip(sources, mine, strict=False):
             views = (view.sub_(mean).div_(std) for view in self.views(images, keys))
             yield [view.contiguous(memory_format=torch.channels_last) for view in views]
 
     def views(self, images: Tensor, keys: list[Key]) -> list[Tensor]:
         """All views, floats in [0, 1], of images (B, 3, S, S) uint8: two large ones, then the small ones."""
-        device, settings, local = self.accelerator.device, self.recipe.views, self.recipe.local_views
+        device, settings, local = self.device.accelerator.device, self.recipe.views, self.recipe.local_views
         kinds = [ViewKind(how=settings, area=settings.area, size=self.recipe.size or 1)] * 2
         kinds += [ViewKind(how=settings, area=local.area, size=local.size)] * local.count if local else []
         images = images.to(device, non_blocking=True)
@@ -165,7 +152,7 @@ class PretrainSetup:
             return torch.zeros(0, 1), labelled
         picked = labelled[pick_probe(len(labelled), limit)]
         views = image_views(self.preprocess, self.bad, self.recipe.seed, images, split, None, None)
-        features, good = self.device.outputs(self.trunk, views, picked.numpy())
+        features, good = self.device.outputs(self.learner.backbone, views, picked.numpy())
         return features[good], labels[picked][good]
 
 
@@ -177,8 +164,8 @@ class ViewObjective:
     network: nn.Module  # prepared
     learner: Learner  # the same, bare
 
-    def begin(self, phase: Phase) -> None:
-        del phase
+    def begin(self, _phase: Phase) -> None:
+        """There are no labels to prepare."""
 
     def backward(self, views: list[Tensor], record: StepRecord, parts: int) -> None:
         self.learner.begin_step(record.step)
@@ -213,9 +200,9 @@ def set_up(recipe: Pretrain, path: Path, signals: Signals) -> PretrainSetup:
         total_steps=recipe.steps, steps_per_epoch=len(data.train) / recipe.batch_size, pool="all", phases=(phase,)
     )
     trunk = build(recipe.arch)
-    method = METHODS[recipe.method](trunk, cast(int, trunk.num_features), recipe, plan.steps)
+    learner = METHODS[recipe.method](trunk, cast(int, trunk.num_features), getattr(recipe, recipe.method), plan)
     return PretrainSetup(
-        recipe=recipe, requested=requested, data=data, device=device, plan=plan, method=method,
+        recipe=recipe, requested=requested, data=data, device=device, plan=plan, learner=learner,
         preprocess=Preprocess(mean=recipe.mean, std=recipe.std, size=size, crop=1.0),
         bad=BadImages(path / "bad_images.csv", recipe.data),
     )  # fmt: skip
@@ -224,8 +211,10 @@ def set_up(recipe: Pretrain, path: Path, signals: Signals) -> PretrainSetup:
 def open_folder(setup: PretrainSetup, path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
     """The run folder with all that is known before the first step; the first process makes or completes it."""
     requested = requested_settings(setup.requested, setup.recipe)
-    facts = {"verb": "pretrain", "images": len(setup.images), "requested": requested}
-    return open_on_main(setup.accelerator, path, to_yaml(setup.recipe), {}, facts, resume=resume, overwrite=overwrite)
+    facts = {"verb": "pretrain", "images": len(setup.data.train), "requested": requested}
+    return open_on_main(
+        setup.device.accelerator, path, to_yaml(setup.recipe), {}, facts, resume=resume, overwrite=overwrite
+    )
 
 
 def train(setup: PretrainSetup, folder: RunFolder) -> int:
@@ -234,30 +223,30 @@ def train(setup: PretrainSetup, folder: RunFolder) -> int:
     def work() -> dict[str, object]:
         setup.store_images()
         before, monitor = train_steps(setup, folder)
-        spread = weight_spread(setup.method)
+        spread = weight_spread(setup.learner)
         finish(setup, folder, before)
         pace = round(1000 * monitor.busy_seconds / monitor.steps_seen, 1) if monitor.steps_seen else None
         return {"milliseconds_per_step": pace, **warn_of_spread(spread)}
 
     with computing(precision=setup.recipe.precision, benchmark=uses_gpu()):
-        return recorded(setup.accelerator, folder, setup.device.signals, work, keep_checkpoints=True)
+        return recorded(setup.device.accelerator, folder, setup.device.signals, work, keep_checkpoints=True)
 
 
 def train_steps(setup: PretrainSetup, folder: RunFolder) -> tuple[float | None, Monitor]:
     """The steps that are left; returns the neighbours' accuracy before the first step, and the monitor."""
-    recipe, accelerator, settings = setup.recipe, setup.accelerator, setup.recipe.optimizer
-    method = setup.method
+    recipe, accelerator, settings = setup.recipe, setup.device.accelerator, setup.recipe.optimizer
+    learner = setup.learner
     if recipe.sync_batch_norm and accelerator.num_processes > 1:
-        method = nn.SyncBatchNorm.convert_sync_batchnorm(method)
-    method.to(accelerator.device)
-    method.to(memory_format=torch.channels_last)  # a third faster on CPUs
-    groups = decay_groups(method.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+        nn.SyncBatchNorm.convert_sync_batchnorm(learner)  # in place: its own class is no batch norm
+    learner.to(accelerator.device)
+    learner.to(memory_format=torch.channels_last)  # a third faster on CPUs
+    groups = decay_groups(learner.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     bare = make_optimizer(settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov)
-    wrapped, optimizer = accelerator.prepare(method, bare)
+    wrapped, optimizer = accelerator.prepare(learner, bare)
     loop = Loop(
-        accelerator=accelerator, network=wrapped, roles=Roles(method, setup.plan.phases), optimizer=optimizer,
+        accelerator=accelerator, network=wrapped, roles=Roles(learner, setup.plan.phases), optimizer=optimizer,
         average=None, state=MethodState(), feed=setup.feed, rate=setup.rate, accumulate=1, clip=settings.clip,
-        objective=ViewObjective(accelerator=accelerator, network=wrapped, learner=cast(Learner, method)),
+        objective=ViewObjective(accelerator=accelerator, network=wrapped, learner=learner),
         reset_optimizer=False,
     )  # fmt: skip
     step, extra = resume.restore(loop, folder, recipe.seed)
@@ -278,16 +267,16 @@ def finish(setup: PretrainSetup, folder: RunFolder, before: float | None) -> Non
     """Score the features and write what a run leaves behind."""
     recipe = setup.recipe
     after = setup.neighbours()
-    if not setup.accelerator.is_main_process:  # what follows is files only; no process waits for another
+    if not setup.device.accelerator.is_main_process:  # what follows is files only; no process waits for another
         return
     lines = [r for r in folder.metrics() if r["kind"] == "train"]
     skipped = len(setup.bad.read())
     results = {
         "loss": lines[-1]["loss"] if lines else None, "neighbours_before": before, "neighbours": after,
-        "steps": recipe.steps, "images": len(setup.images), "bad_images": skipped,
+        "steps": recipe.steps, "images": len(setup.data.train), "bad_images": skipped,
     }  # fmt: skip
     write_checkpoint(folder.path / "export", setup)
-    write_pretrain_report(setup, folder, results)
+    write_report(setup, folder, results)
     write_json(folder.path / "results.json", results)
     out = Console(stderr=True, highlight=False, soft_wrap=True)
     if before is not None and after is not None:
@@ -307,7 +296,7 @@ def write_checkpoint(folder: Path, setup: PretrainSetup) -> None:
     folder.mkdir(exist_ok=True)
     state = {
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in setup.method.state_dict().items()
+        for name, tensor in setup.learner.state_dict().items()
     }
     content = {
         "state_dict": state, "global_step": recipe.steps, "epoch": int(recipe.steps / setup.plan.steps_per_epoch),
@@ -316,3 +305,35 @@ def write_checkpoint(folder: Path, setup: PretrainSetup) -> None:
     with whole_file(folder / CHECKPOINT) as part:
         torch.save(content, part)
     write_json(folder / "config.json", recipe.facts())
+
+
+def write_report(setup: PretrainSetup, folder: RunFolder, results: dict[str, Any]) -> None:
+    """Write report.html and views.png into the run folder."""
+    lines = [r for r in folder.metrics() if r["kind"] == "train"]
+    plot, (axis,) = plot_figure(1, "training loss")
+    plot.set_size_inches(9.2, 2.6)
+    axis.plot([r["step"] for r in lines], [r["loss"] for r in lines], "-", lw=1, color=INK)
+    with whole_file(folder.path / "views.png") as part:
+        part.write_bytes(png_of(views_picture(setup)))
+    write_page(
+        folder.path / "report.html",
+        "pretrain.html",
+        title=folder.path.name,
+        recipe=setup.recipe,
+        results={key: value for key, value in results.items() if value is not None},
+        loss=embed(plot),
+        settings=to_yaml(setup.recipe),
+    )
+
+
+def views_picture(setup: PretrainSetup) -> Tensor:
+    """Some images in the first row, and each of their views in a row below: (3, H, W) uint8."""
+    count = min(VIEWED, len(setup.data.train))
+    keys = [(0, i) for i in range(count)]
+    images = setup.plain().read(keys)[0].images
+    rows = [images.float() / 255, *(view.cpu() for view in setup.views(images, keys))]
+    square = (max(CELL // (setup.recipe.size or 1), 1) * (setup.recipe.size or 1),) * 2
+    rows = [torch.nn.functional.interpolate(row, square) for row in rows]  # nearest: pixels stay pixels
+    framed = [torch.nn.functional.pad(row, (2, 2, 2, 2), value=1.0) for row in rows]
+    sheet = torch.cat([torch.cat(list(row), 2) for row in framed], 1)
+    return (sheet * 255).round().byte()
