@@ -32,15 +32,26 @@ FIRST = (  # in results.json, before all F1
 LAST = ("best_threshold", "map", "chance_map", "recovery_map")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Measured:
-    """All measures, in the units of results.json. N images, C classes."""
+    """All measures, in the units of results.json, and what they are of. N images, C classes."""
 
+    logits: Tensor  # (N, C)
+    activation: Activation
+    given: Tensor  # (N,) or (N, C)
+    truth: Tensor | None  # (N, C) sets of labels: the true ones, else the given ones
     facts: dict[str, float] = field(default_factory=dict)  # one number
     samples: dict[str, Tensor] = field(default_factory=dict)  # (N,), NaN where an image does not count: their mean
     by_class: dict[str, Tensor] = field(default_factory=dict)  # (C,), NaN where a class does not count: their mean
-    table: dict[str, Tensor] = field(default_factory=dict)  # (C,): columns of per_class.csv, no number of results.json
-    ranked: tuple[Tensor, Tensor] | None = None  # where images have sets of given labels: scores and sets of `map`
+
+    @property
+    def probabilities(self) -> Tensor:
+        return self.logits.softmax(1) if self.activation == "softmax" else self.logits.sigmoid()
+
+    @property
+    def ranked(self) -> Tensor:
+        """(N, C) that can be compared between images."""
+        return self.logits.log_softmax(1) if self.activation == "softmax" else self.logits
 
     def results(self) -> dict[str, float]:
         """The flat dictionary of results.json, without measures that no image or class counts for."""
@@ -72,56 +83,42 @@ def measure(
         main: (N,) the class of the main object, where it is known.
         thresholds: more of them for f1@NAME, such as that of the pseudo-labels (rho); None is left out.
     """
-    probabilities = logits.softmax(1) if activation == "softmax" else logits.sigmoid()
-    measured = Measured(facts={"images": len(logits)})
+    sets = given > 0 if truth is None and given.ndim == 2 else truth
+    measured = Measured(logits=logits, activation=activation, given=given, truth=sets, facts={"images": len(logits)})
     if given.ndim == 1:
-        _given_scores(measured, logits, given)
+        _given_scores(measured)
     elif truth is None:
-        truth = given > 0
-        counts, known = count_true(truth, 0).double(), int(count_true(truth).count_nonzero())
+        counts, known = count_true(given > 0, 0).double(), int(count_true(given > 0).count_nonzero())
         if known:  # random scores rank a class's images as its share of all
             measured.facts["chance_map"] = 100 * float(counts[counts > 0].mean()) / known
     if main is not None:
         measured.samples["main_accuracy"] = hits(top_k(logits, 1), main)
-    sizes = count_true(probabilities > 0.25)
+    sizes = count_true(measured.probabilities > 0.25)
     measured.samples["coverage@0.25"] = sizes.where(~best_alone(sizes, prediction_set), 1).double()
-    if truth is not None:
-        _set_scores(measured, logits, probabilities, truth, prediction_set, thresholds)
+    if sets is not None:
+        _set_scores(measured, sets, prediction_set, thresholds)
         if main is not None:  # the score of a perfect classifier of the main object
             alone = torch.nn.functional.one_hot(main, logits.shape[1]).bool()
-            measured.facts["main_only_f1"] = 100 * float(sample_f1(alone, truth)[truth.any(1)].mean())
-        scores = logits if activation == "sigmoid" else logits.log_softmax(1)
-        _class_scores(measured, scores, probabilities, given, truth)
+            measured.facts["main_only_f1"] = 100 * float(sample_f1(alone, sets)[sets.any(1)].mean())
+        _class_scores(measured, sets)
     return measured
 
 
-def _given_scores(measured: Measured, logits: Tensor, given: Tensor) -> None:
-    labelled, num_classes = given >= 0, logits.shape[1]
-    counts = torch.bincount(given[labelled], minlength=num_classes)
-    measured.table["given"] = counts
-    known = int(labelled.sum())
-    if known:  # the scores of guessing, and of always answering the most frequent class
-        measured.facts |= {"chance_accuracy": 100 / num_classes, "majority_accuracy": 100 * int(counts.max()) / known}
-    if known < len(given):
-        measured.facts["images_with_label"] = float(known)
-    for key, k in (("accuracy", 1), ("top5", 5)):
-        measured.samples[key] = right = hits(top_k(logits, k), given)
-        sums = torch.bincount(given[labelled], right[labelled], minlength=num_classes)
-        measured.table[key] = sums / torch.where(counts > 0, counts, torch.nan)
-    measured.by_class["balanced_accuracy"] = measured.table["accuracy"]
-    measured.table[TAKEN_FOR] = most_confused(logits[labelled].argmax(1), given[labelled], num_classes)
+def _given_scores(measured: Measured) -> None:
+    logits, given = measured.logits, measured.given
+    known = given[given >= 0]
+    if len(known):  # the scores of guessing, and of always answering the most frequent class
+        most = int(torch.bincount(known).max())
+        measured.facts |= {"chance_accuracy": 100 / logits.shape[1], "majority_accuracy": 100 * most / len(known)}
+    if len(known) < len(given):
+        measured.facts["images_with_label"] = float(len(known))
+    measured.samples |= {"accuracy": hits(top_k(logits, 1), given), "top5": hits(top_k(logits, 5), given)}
+    measured.by_class["balanced_accuracy"] = class_means(measured.samples["accuracy"], given, logits.shape[1])
 
 
-def _set_scores(
-    measured: Measured,
-    logits: Tensor,
-    probabilities: Tensor,
-    truth: Tensor,
-    prediction_set: SetRule,
-    more: Mapping[str, float | None],
-) -> None:
+def _set_scores(measured: Measured, truth: Tensor, prediction_set: SetRule, more: Mapping[str, float | None]) -> None:
     """The measures of sets: F1 at all thresholds comes from one table of counts."""
-    sizes = count_true(truth)
+    logits, sizes = measured.logits, count_true(truth)
     known = sizes > 0
 
     def percent(values: Tensor) -> Tensor:
@@ -135,7 +132,10 @@ def _set_scores(
     }
     named = {f"{t:g}": t for t in THRESHOLDS} | {name: t for name, t in more.items() if t is not None}
     thresholds = torch.cat([GRID, torch.tensor(list(named.values()))]).unique()  # ascending
-    predicted, found = threshold_counts(probabilities, truth, thresholds)
+    # Each image is sorted once and the thresholds are looked up, instead of a pass over all probabilities for each.
+    edges = thresholds.to(logits).expand(len(logits), -1)
+    true, _ = _listed(measured.probabilities, truth, -torch.inf)
+    predicted, found = _count_above(measured.probabilities, edges), _count_above(true, edges)  # (N, T) each
     for rule in RULES:
         alone = best_alone(predicted, rule)
         f1 = f1_of_counts(predicted.where(~alone, 1), found.where(~alone, best_is_true.long()), sizes.unsqueeze(1))
@@ -153,7 +153,7 @@ def _set_scores(
                 measured.facts["best_threshold"] = float(thresholds[columns["best"]])
 
 
-def _class_scores(measured: Measured, scores: Tensor, probabilities: Tensor, given: Tensor, truth: Tensor) -> None:
+def _class_scores(measured: Measured, truth: Tensor) -> None:
     """Rankings of images for each class: of all true labels, and of those that are not the given one.
 
     `recovery_map` is the paper's: the labels of the true set without the given one are right, all else is wrong.
@@ -161,28 +161,38 @@ def _class_scores(measured: Measured, scores: Tensor, probabilities: Tensor, giv
     Images without a true set are left out.
     """
     known = truth.any(1)
-    scores, truth = scores[known], truth[known]
-    if given.ndim == 2 and len(truth):
-        measured.ranked = scores, truth
-    if given.ndim == 1:
-        labels = given[known]
-        is_given = torch.zeros_like(truth).scatter_(1, labels.clamp(min=0).unsqueeze(1), (labels >= 0).unsqueeze(1))
-    else:
-        is_given = given[known] > 0
-    other = truth & ~is_given
-    every, paper, fair = class_precisions(scores, [(truth, None), (other, None), (other, is_given)])
+    truth, given = truth[known], is_given(measured.given[known], truth.shape[1])
+    other = truth & ~given
+    every, paper, fair = class_precisions(measured.ranked[known], [(truth, None), (other, None), (other, given)])
     measured.by_class |= {"map": 100 * every, "recovery_map": paper, "recovery_map_others": fair}
-    predicted = probabilities[known] > TABLE_THRESHOLD
-    found, sizes, true = (count_true(flags, 0) for flags in (predicted & truth, predicted, truth))
-    at = f"@{TABLE_THRESHOLD:g}"
-    measured.table |= {
-        "true": true, "average_precision": 100 * every,
-        "other_true": count_true(other, 0), "other_average_precision": 100 * paper,
-        f"found{at}": sizes,
-        f"precision{at}": 100 * found / torch.where(sizes > 0, sizes, torch.nan),
-        f"recall{at}": 100 * found / torch.where(true > 0, true, torch.nan),
-        f"f1{at}": 200 * found / torch.where(sizes + true > 0, sizes + true, torch.nan),
-    }  # fmt: skip
+
+
+def class_table(measured: Measured) -> dict[str, Tensor]:
+    """The columns (C,) of per_class.csv."""
+    given, truth, num_classes = measured.given, measured.truth, measured.logits.shape[1]
+    table: dict[str, Tensor] = {}
+    if given.ndim == 1:
+        known = given >= 0
+        table |= {
+            "given": torch.bincount(given[known], minlength=num_classes),
+            "accuracy": measured.by_class["balanced_accuracy"],
+            "top5": class_means(measured.samples["top5"], given, num_classes),
+            TAKEN_FOR: most_confused(measured.logits[known].argmax(1), given[known], num_classes),
+        }
+    if truth is not None:
+        known = truth.any(1)
+        truth, predicted, at = truth[known], measured.probabilities[known] > TABLE_THRESHOLD, f"@{TABLE_THRESHOLD:g}"
+        found, sizes, true = (count_true(flags, 0) for flags in (predicted & truth, predicted, truth))
+        table |= {
+            "true": true, "average_precision": measured.by_class["map"],
+            "other_true": count_true(truth & ~is_given(given[known], num_classes), 0),
+            "other_average_precision": 100 * measured.by_class["recovery_map"],
+            f"found{at}": sizes,
+            f"precision{at}": 100 * found / torch.where(sizes > 0, sizes, torch.nan),
+            f"recall{at}": 100 * found / torch.where(true > 0, true, torch.nan),
+            f"f1{at}": 200 * found / torch.where(sizes + true > 0, sizes + true, torch.nan),
+        }  # fmt: skip
+    return table
 
 
 # ----------------------------------------------------------------------------------------------- single measures
@@ -205,6 +215,22 @@ def hits(guesses: Tensor, given: Tensor) -> Tensor:
     else:
         right, known = given.gather(1, guesses) > 0, (given > 0).any(1)
     return torch.where(known, 100 * right.any(1).double(), torch.nan)
+
+
+def class_means(values: Tensor, given: Tensor, num_classes: int) -> Tensor:
+    """The mean of values (N,) over the images of each given class (N,): (C,), NaN where a class has none."""
+    known = given >= 0
+    counts = torch.bincount(given[known], minlength=num_classes)
+    sums = torch.bincount(given[known], values[known], minlength=num_classes)
+    return sums / torch.where(counts > 0, counts, torch.nan)
+
+
+def is_given(given: Tensor, num_classes: int) -> Tensor:
+    """Given labels, (N,) or (N, C), as booleans (N, C)."""
+    if given.ndim == 2:
+        return given > 0
+    flags = torch.zeros(len(given), num_classes, dtype=torch.bool)
+    return flags.scatter_(1, given.clamp(min=0).unsqueeze(1), (given >= 0).unsqueeze(1))
 
 
 def most_confused(best: Tensor, given: Tensor, num_classes: int) -> Tensor:
@@ -248,21 +274,6 @@ def sample_f1(predicted: Tensor, truth: Tensor) -> Tensor:
 def f1_of_counts(predicted: Tensor, hits: Tensor, true: Tensor) -> Tensor:
     """F1 from the sizes of the predicted set, of its hits, and of the true set."""
     return 2 * hits.double() / (predicted + true).clamp(min=1)
-
-
-def threshold_counts(probabilities: Tensor, truth: Tensor, thresholds: Tensor) -> tuple[Tensor, Tensor]:
-    """For every image and threshold the size of {p > threshold} and how many of it are true: two (N, T).
-
-    Each image is sorted once and the thresholds are looked up, instead of T passes over all probabilities.
-
-    Args:
-        probabilities: (N, C).
-        truth: (N, C) booleans.
-        thresholds: (T,), ascending.
-    """
-    edges = thresholds.to(probabilities).expand(len(probabilities), -1).contiguous()
-    true, _ = _listed(probabilities, truth, -torch.inf)
-    return _count_above(probabilities, edges), _count_above(true, edges)
 
 
 def class_thresholds(probabilities: Tensor, truth: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ def write_per_class(path: Path, classes: Sequence[str], table: Mapping[str, Tens
     Args:
         path: the CSV file.
         classes: C names.
-        table: the columns of `Measured.table`, each (C,).
+        table: columns (C,), as `class_table` has them.
     """
     columns = {name: values.tolist() for name, values in table.items()}
     if TAKEN_FOR in columns:

@@ -43,15 +43,16 @@ def edges(results: Mapping[str, float], measured: Measured | None = None) -> dic
         low, high = wilson(results[key] / 100, images)
         found |= {f"{key}_low": 100 * low, f"{key}_high": 100 * high}
     if measured is not None and "balanced_accuracy" in results:
-        counts = measured.table["given"].double()
-        right = measured.table["accuracy"].nan_to_num().double() / 100
+        counts = torch.bincount(measured.given[measured.given >= 0], minlength=measured.logits.shape[1]).double()
+        right = measured.by_class["balanced_accuracy"].nan_to_num().double() / 100
         seen = counts > 0
         share = (right * counts + 1)[seen] / (counts + 2)[seen]  # not quite 0 or 1: few images a class prove neither
         half = 100 * NORMAL * float((share * (1 - share) / counts[seen]).sum().sqrt() / seen.sum())
         middle = results["balanced_accuracy"]
         found |= {"balanced_accuracy_low": max(middle - half, 0.0), "balanced_accuracy_high": min(middle + half, 100.0)}
-    if measured is not None and measured.ranked is not None:
-        _, found["map_low"], found["map_high"] = map_interval(*measured.ranked)
+    if measured is not None and measured.truth is not None and measured.given.ndim == 2 and "map" in results:
+        known = measured.truth.any(1)
+        _, found["map_low"], found["map_high"] = map_interval(measured.ranked[known], measured.truth[known])
     return found
 
 

@@ -23,7 +23,7 @@ from finetune_mile.images.sources import load_data
 from finetune_mile.images.truth import with_truth
 from finetune_mile.measures.classifiers import columns_for, logits_of, open_classifier
 from finetune_mile.measures.intervals import Comparison, compare, intervals
-from finetune_mile.measures.metrics import Activation, Measured, SetRule, measure
+from finetune_mile.measures.metrics import Activation, Measured, SetRule, class_table, measure
 from finetune_mile.measures.predictions import (
     PER_CLASS,
     Predictions,
@@ -190,7 +190,7 @@ class Evaluation:
         for stale in ("eval.json", "comparison.json", "bad_images.csv"):
             (out / stale).unlink(missing_ok=True)
         write_json(out / "results.json", scored.results)
-        write_per_class(out / PER_CLASS, first.classes, scored.measured.table)
+        write_per_class(out / PER_CLASS, first.classes, class_table(scored.measured))
         if bad:
             split = str(first.about.get("part", ""))
             write_list(out / "bad_images.csv", [(split, name, reason) for name, reason in bad.items()])

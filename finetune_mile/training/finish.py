@@ -23,7 +23,7 @@ from finetune_mile.images.splits import label_names
 from finetune_mile.measures import CLOSING, say_images
 from finetune_mile.measures.guards import lower_rates
 from finetune_mile.measures.labels import say_threshold
-from finetune_mile.measures.metrics import Measured
+from finetune_mile.measures.metrics import Measured, class_table
 from finetune_mile.measures.predictions import PER_CLASS, write_per_class
 from finetune_mile.measures.verdicts import (
     below_own_size,
@@ -114,14 +114,14 @@ def score(
     every = np.arange(len(data.val))
     outputs = device.outputs(learner, val, every)
     results, measured = task.scores(outputs, torch.from_numpy(every), intervals=True)
-    tables = {PER_CLASS: measured.table}
+    tables = {PER_CLASS: class_table(measured)}
     if data.test is not None:  # here and nowhere else
         every = np.arange(len(data.test))
         scores, tested = task.scores(
             device.outputs(learner, task.views("test"), every), torch.from_numpy(every), "test",
             intervals=True,
         )  # fmt: skip
-        tables[f"test_{PER_CLASS}"] = tested.table
+        tables[f"test_{PER_CLASS}"] = class_table(tested)
         kept = {"images", *(f"{key}{end}" for key, _, _ in CLOSING for end in ("", "_low", "_high"))}
         results |= {f"test_{key}": value for key, value in scores.items() if key in kept}
     labelled, train = task.pools.indices["labelled"], task.views("train")
@@ -145,7 +145,10 @@ def score(
         results=results, measured=measured, tables=tables, found=found, shown=shown, thresholds=thresholds,
         threshold=torch.tensor(thresholds) if thresholds else recipe.rho or THRESHOLD,
         warning=warning or below_own_size(results, task.preprocess.size), published=published,
-        notes=notes + say_probe(task, lines) + lowest_class(data.classes, measured.table) + say_missing(recipe, lines),
+        notes=[
+            *notes, *say_probe(task, lines), *lowest_class(data.classes, tables[PER_CLASS]),
+            *say_missing(recipe, lines),
+        ],
     )  # fmt: skip
 
 

@@ -177,13 +177,13 @@ def _lines(
     scores, measured = task.scores(outputs, torch.arange(len(logits)), intervals=val.given.ndim == 2)
     lines = scores | units(measured)  # the interval of an accuracy follows from it
     if main:
-        known = sets_of(val.given, val.truth)
+        known = sets_of(val.given, val.truth)[good]
         votes = neighbour_votes(queries.rows[good], bank, given, task.num_classes)
         if known.ndim == 1:
-            lines["knn_accuracy"] = float(hits(top_k(votes, 1), known[good]).nanmean())
-        elif measured.ranked is not None:
-            sets = (known[good] > 0).any(1)
-            scored = map_interval(votes[sets], known[good][sets] > 0)
+            lines["knn_accuracy"] = float(hits(top_k(votes, 1), known).nanmean())
+        elif bool((known > 0).any()):
+            sets = (known > 0).any(1)
+            scored = map_interval(votes[sets], known[sets] > 0)
             lines |= dict(zip(("knn_map", "knn_map_low", "knn_map_high"), scored, strict=True))
     return lines
 

@@ -19,7 +19,7 @@ from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.cli import main as verbs
 from finetune_mile.config.resolve import resolve
 from finetune_mile.measures.intervals import wilson
-from finetune_mile.measures.metrics import Measured
+from finetune_mile.measures.metrics import measure
 from finetune_mile.measures.verdicts import over, units, worse_than_probe
 from finetune_mile.run import main
 from finetune_mile.training import plan as planning
@@ -179,7 +179,8 @@ def test_a_model_that_is_worse_than_its_probe_says_so():
 
 def test_a_perfect_model_is_not_called_worse_than_its_perfect_probe():
     """It said: accuracy 100.0 %, and the linear probe of its checkpoint has 100.0 %."""
-    measured = Measured(samples={"accuracy": torch.full((47,), 100.0)})
+    logits, given = torch.tensor([[1.0, 0.0]]).expand(47, 2), torch.zeros(47, dtype=torch.long)
+    measured = measure(logits, given, None, activation="softmax", prediction_set="threshold")
     difference = over(measured, units(measured), "over_probe")
     assert difference == {"over_probe": 0.0, "over_probe_low": 0.0, "over_probe_high": 0.0}
     assert worse_than_probe({"accuracy": 100.0, "probe_accuracy": 100.0, **difference}) is None
