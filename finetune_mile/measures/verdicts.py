@@ -61,20 +61,15 @@ def with_edges(results: Mapping[str, Any], key: str, prefix: str = "") -> dict[s
     return {f"{prefix}{key}{end}": results[key + end] for end in ("", "_low", "_high") if key + end in results}
 
 
-def sets_of(given: Tensor, truth: Tensor | None) -> Tensor:
-    """The labels that `map` is of: true sets (N, C) where they are known beside given sets; else the given labels."""
-    return given if truth is None or given.ndim == 1 else truth.long()
-
-
-def chosen_thresholds(probabilities: Tensor, given: Tensor) -> tuple[list[float], dict[str, float]]:
+def chosen_thresholds(measured: Measured) -> tuple[list[float], dict[str, float]]:
     """Thresholds of the classes for `predict` where images have sets of given labels (N, C), and their F1; or nothing.
 
     The F1 (`f1@chosen`) of each half of the images is that of thresholds chosen on the other half.
     """
-    known = (given > 0).any(1) if given.ndim == 2 else torch.zeros(len(given), dtype=torch.bool)
-    if int(known.sum()) < 2:
+    truth = measured.truth
+    if truth is None or measured.given.ndim == 1 or int(truth.any(1).sum()) < 2:
         return [], {}
-    probabilities, truth = probabilities[known], given[known] > 0
+    probabilities, truth = measured.probabilities[truth.any(1)], truth[truth.any(1)]
     first = torch.arange(len(truth)) % 2 == 0
     f1 = torch.zeros(len(truth), dtype=torch.float64)
     for half in (first, ~first):

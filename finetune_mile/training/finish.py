@@ -33,7 +33,6 @@ from finetune_mile.measures.verdicts import (
     lowest_class,
     over,
     score_of,
-    sets_of,
     with_edges,
     worse_than_probe,
 )
@@ -132,8 +131,7 @@ def score(
     results |= {"bad_images": len(task.bad.read()), "unreadable_files": sum(data.unreadable.values())} | chosen
     lines = folder.start()
     results |= against_probes(results, measured, lines)
-    known = sets_of(data.val.given, data.val.truth)[outputs.readable]
-    thresholds, f1 = chosen_thresholds(task.probabilities(outputs.rows[outputs.readable]), known)
+    thresholds, f1 = chosen_thresholds(measured)
     results |= f1
     advice = lower_rates(float(recipe.optimizer.lr), recipe.optimizer.head_lr)
     warning, published = (

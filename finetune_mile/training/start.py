@@ -25,7 +25,7 @@ from finetune_mile.learning.probe import fit_probe, neighbour_votes
 from finetune_mile.learning.roles import tensors_of
 from finetune_mile.measures.intervals import map_interval
 from finetune_mile.measures.metrics import hits, top_k
-from finetune_mile.measures.verdicts import score_of, sets_of, units, with_edges
+from finetune_mile.measures.verdicts import score_of, units, with_edges
 from finetune_mile.networks.heads import Features, StandardisedLinear, get_head, set_head
 from finetune_mile.networks.parts import split_head
 from finetune_mile.training.device import Device
@@ -177,13 +177,12 @@ def _lines(
     scores, measured = task.scores(outputs, torch.arange(len(logits)), intervals=val.given.ndim == 2)
     lines = scores | units(measured)  # the interval of an accuracy follows from it
     if main:
-        known = sets_of(val.given, val.truth)[good]
         votes = neighbour_votes(queries.rows[good], bank, given, task.num_classes)
-        if known.ndim == 1:
-            lines["knn_accuracy"] = float(hits(top_k(votes, 1), known).nanmean())
-        elif bool((known > 0).any()):
-            sets = (known > 0).any(1)
-            scored = map_interval(votes[sets], known[sets] > 0)
+        if measured.given.ndim == 1:
+            lines["knn_accuracy"] = float(hits(top_k(votes, 1), measured.given).nanmean())
+        elif measured.truth is not None and "map" in scores:
+            known = measured.truth.any(1)
+            scored = map_interval(votes[known], measured.truth[known])
             lines |= dict(zip(("knn_map", "knn_map_low", "knn_map_high"), scored, strict=True))
     return lines
 
