@@ -15,6 +15,7 @@ from finetune_mile.core.problems import Failed
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.order import Indices
 from finetune_mile.images.pipeline import Readers, Views, normalise
+from finetune_mile.learning.probe import SMALL
 from finetune_mile.training.processes import Signals, stop_together
 
 
@@ -27,8 +28,13 @@ class Device:
     batch_size: int  # of a pass without learning, over all processes
     workers: int  # loader processes of this process
     layout: torch.memory_format = torch.contiguous_format  # of a network's input
+    step_work: int = SMALL  # multiplications of one operation of a step; of a network of images: enough for all threads
     _scales: dict[tuple[float, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
-    _readers: Readers | None = field(default=None, init=False)
+    readers: Readers = field(init=False)  # the loader processes of evaluation and labelling
+
+    def __post_init__(self) -> None:
+        share = max(self.batch_size // self.accelerator.num_processes, 1)
+        self.readers = Readers(workers=self.workers, pin=self.pin, batch_size=share)
 
     def prepare(self, images: Tensor, preprocess: Preprocess) -> Tensor:
         """uint8 images (B, 3, H, W) to a network's input, on the device; feature rows (B, D) are only moved there."""
@@ -45,14 +51,6 @@ class Device:
     def pin(self) -> bool:
         """Do batches come in memory that a GPU copies from while it computes?"""
         return bool(self.accelerator.device.type == "cuda")
-
-    @property
-    def readers(self) -> Readers:
-        """The loader processes of evaluation and labelling."""
-        if self._readers is None:
-            share = max(self.batch_size // self.accelerator.num_processes, 1)
-            self._readers = Readers(workers=self.workers, pin=self.pin, batch_size=share)
-        return self._readers
 
     def tick(self) -> None:
         """Between batches outside of training: stop, where no other process waits for this one."""

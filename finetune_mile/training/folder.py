@@ -231,8 +231,8 @@ class RunFolder:
         recipe_yaml: str,
         *,
         overwrite: bool,
-        notes: Mapping[str, Callable[[], object]] | None = None,
-        facts: Callable[[], Mapping[str, object]] = dict,
+        notes: Mapping[str, object] | None = None,
+        facts: Mapping[str, object] | None = None,
     ) -> RunFolder:
         """Make the folder with its recipe, its notes and run.json: complete, or not there after a kill.
 
@@ -251,7 +251,7 @@ class RunFolder:
         with alone(part):
             run = cls(part)
             (part / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
-            run.complete(notes or {}, facts)
+            run.complete(notes or {}, facts or {})
             if path.is_dir() and any(path.iterdir()):
                 try:
                     _replace(path, part)
@@ -269,15 +269,15 @@ class RunFolder:
         run._info = read_info(path)
         return run
 
-    def complete(self, notes: Mapping[str, Callable[[], object]], facts: Callable[[], Mapping[str, object]]) -> None:
+    def complete(self, notes: Mapping[str, object], facts: Mapping[str, object]) -> None:
         """Write the notes and the facts of run.json that are not there yet."""
         for name, content in notes.items():
             if not (self.path / name).is_file():
-                write_json(self.path / name, content())
+                write_json(self.path / name, content)
         if self._info | MADE_BY != self._info or "recipe_sha256" not in self._info:
             tree = load_yaml_file(self.path / "recipe.yaml")
             began = datetime.now(UTC).isoformat(timespec="milliseconds")
-            known = {**MADE_BY, "began": began, "recipe_sha256": recipe_hash(tree), "recipe": tree, **facts()}
+            known = {**MADE_BY, "began": began, "recipe_sha256": recipe_hash(tree), "recipe": tree, **facts}
             self.update(**({"status": "running"} | known | self._info))
 
     def update(self, **facts: object) -> None:
@@ -396,7 +396,7 @@ def open_on_main(
     accelerator: Accelerator,
     path: Path,
     recipe: str,
-    notes: Mapping[str, Callable[[], object]],
+    notes: Mapping[str, object],
     facts: Mapping[str, object],
     *,
     resume: bool,
@@ -415,14 +415,12 @@ def open_on_main(
     """
     import torch
 
-    def every_fact() -> dict[str, object]:
-        here = {"world_size": accelerator.num_processes, "device": str(accelerator.device)}
-        return {**facts, **here, "threads": torch.get_num_threads(), **environment()}
-
     if accelerator.is_main_process:
+        here = {"world_size": accelerator.num_processes, "device": str(accelerator.device)}
+        facts = {**facts, **here, "threads": torch.get_num_threads(), **environment()}
         if resume:
             run = RunFolder.reopen(path)
-            run.complete(notes, every_fact)
+            run.complete(notes, facts)
             began, now = run.info["world_size"], accelerator.num_processes
             if began != now:
                 sys.stderr.write(
@@ -430,7 +428,7 @@ def open_on_main(
                     "another order, so the weights will differ in their last digits\n"
                 )
         else:
-            RunFolder.create(path, recipe, overwrite=overwrite, notes=notes, facts=every_fact)
+            RunFolder.create(path, recipe, overwrite=overwrite, notes=notes, facts=facts)
     accelerator.wait_for_everyone()
     return RunFolder.reopen(path)
 

@@ -35,10 +35,11 @@ from finetune_mile.training.device import Device
 from finetune_mile.training.display import Display, duration
 from finetune_mile.training.folder import KEPT_CHECKPOINTS, RunFolder
 from finetune_mile.training.memory import Need, advise, copies, need_of, numbers_in
+from finetune_mile.training.monitor import PROBE_IMAGES
 from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, trial_steps, unintended
 from finetune_mile.training.processes import Signals, computing
-from finetune_mile.training.task import PROBE_IMAGES, Model, Task, set_up
-from finetune_mile.training.train import make_loop
+from finetune_mile.training.steps import make_loop
+from finetune_mile.training.task import Model, Task, set_up
 
 # Scheme of --data: training images, validation images, classes.
 PUBLISHED = {"imagenet": (1_281_167, 50_000, 1000), "webvision": (2_439_574, 50_000, 1000)}

@@ -73,7 +73,7 @@ def from_first(value: Value) -> Value:
     return box[0]
 
 
-def start(*, precision: Precision, seed: int, track: str, project: str, broadcast_buffers: bool = True) -> Accelerator:
+def start(*, precision: str, seed: int, track: str, project: str, broadcast_buffers: bool = True) -> Accelerator:
     """An accelerator that is what the user asked for, or a `Problem` with the command to use.
 
     Args:
@@ -155,13 +155,12 @@ def use_threads() -> int:
     return torch.get_num_threads()
 
 
-def on_device(recipe: Recipe) -> tuple[Recipe, Precision]:
-    """A recipe with precision and switches spelled out for the device of this process; and that precision."""
+def on_device(recipe: Recipe) -> Recipe:
+    """A recipe with precision and switches spelled out for the device of this process."""
     gpu = uses_gpu()
     chosen = {"channels_last": gpu, "cudnn_benchmark": gpu and not recipe.deterministic, "fused_optimizer": gpu}
     update: dict[str, object] = {name: value for name, value in chosen.items() if getattr(recipe, name) == "auto"}
-    precision = wanted_precision(recipe.precision)
-    return recipe.model_copy(update=update | {"precision": precision}), precision
+    return recipe.model_copy(update=update | {"precision": wanted_precision(recipe.precision)})
 
 
 @contextlib.contextmanager

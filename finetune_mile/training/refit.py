@@ -8,60 +8,55 @@ from __future__ import annotations
 
 import dataclasses
 import json
-
-from torch import nn
+import sys
 
 from finetune_mile.checkpoints.exporting import CONFIG, write_export
-from finetune_mile.config.resolve import to_yaml
-from finetune_mile.core.files import whole_file, write_json
+from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.splits import with_validation
 from finetune_mile.pages.card import model_card
 from finetune_mile.training.device import Device
+from finetune_mile.training.features import on_features
 from finetune_mile.training.folder import REFIT, RunFolder
-from finetune_mile.training.plan import make_plan
+from finetune_mile.training.steps import learner_of, open_inside, train_phases, with_labels
 from finetune_mile.training.task import Model, Task
 
 
-def on_all_labels(task: Task, folder: RunFolder) -> Task:
-    """The same task on all labels; the folder has the results of the run before."""
+def refit(task: Task, model: Model, device: Device, folder: RunFolder) -> None:
+    """Train on all labels, and export that in the place of the weights that were scored.
+
+    Args:
+        task: of the run, whose results are in the folder.
+        model: as before the first step.
+        device: where to compute.
+        folder: of the run.
+    """
+    main = device.accelerator.is_main_process
+    device.accelerator.wait_for_everyone()  # the first process has written the results that all read
     if task.pools.images.environment is not None:
         raise Problem("--refit: images that come from several environments cannot be joined with validation images")
-    before, pools = task.pools, with_validation(task.pools, task.data.val)
+    pools = with_validation(task.pools, task.data.val)
+    labels, before = (len(each.indices["labelled"]) for each in (pools, task.pools))
     results = json.loads((folder.path / "results.json").read_text(encoding="utf-8"))
-    sizes = {name: len(members) for name, members in pools.indices.items()}
-    steps = results.get("chosen_step", task.plan.total_steps) * sizes["labelled"] / len(before.indices["labelled"])
-    evaluate = task.recipe.evaluate.model_copy(update={"images": 0})
-    recipe = task.recipe.model_copy(
-        update={"steps": max(round(steps), 1), "evaluate": evaluate, "track": "none", "patience": None}
-    )
-    data = dataclasses.replace(task.data, train=pools.images)
-    plan = make_plan(recipe, sizes)
-    return dataclasses.replace(task, recipe=recipe, data=data, pools=pools, plan=plan)
-
-
-def open_refit(task: Task, device: Device, folder: RunFolder) -> RunFolder:
-    """The folder of the new run, inside that of the run before; made by the first process, or continued."""
-    path = folder.path / REFIT
-    if device.accelerator.is_main_process and not (path / "recipe.yaml").is_file():
-        RunFolder.create(path, to_yaml(task.recipe), overwrite=False)
-        split = task.pools.to_json(task.recipe.fraction, task.recipe.seed)
-        write_json(path / "split.json", split | {"val_ids": list(task.data.val.ids)})
-    device.accelerator.wait_for_everyone()
-    return RunFolder.reopen(path)
-
-
-def replace_export(task: Task, model: Model, learner: nn.Module, folder: RunFolder, refitted: RunFolder) -> str:
-    """Put the new weights in the place of those that were scored; returns what to say about it."""
+    steps = results.get("chosen_step", task.plan.total_steps) * labels / before
+    again = with_labels(task, pools, max(round(steps), 1))
+    again = dataclasses.replace(again, data=dataclasses.replace(task.data, train=pools.images))
+    shown, place = on_features(again, model, device, scored=False)
+    split = pools.to_json(task.recipe.fraction, task.recipe.seed) | {"val_ids": list(task.data.val.ids)}
+    inside = open_inside(again, device, folder, REFIT, {"split.json": split})
+    if main:
+        sys.stderr.write(f"refit   {again.plan.total_steps:,} steps with {labels:,} labels\n")
+    loop, _ = train_phases(shown, model, place, inside)
+    learner = learner_of(loop, float(folder.info["share"]) if main else 1.0)
+    if not main:
+        return
     config = json.loads((folder.path / "export" / CONFIG).read_text(encoding="utf-8"))
-    results = json.loads((folder.path / "results.json").read_text(encoding="utf-8"))
-    labels = len(task.pools.indices["labelled"])
-    config |= {"refit_labels": labels, "steps": task.plan.total_steps}
+    config |= {"refit_labels": labels, "steps": again.plan.total_steps}
     write_export(folder.path / "export", model.exported(learner), config)
     with whole_file(folder.path / "export/README.md") as part:
         part.write_text(model_card(config, results, "own"), encoding="utf-8")
-    refitted.prune(0)
-    return (
+    inside.prune(0)
+    sys.stdout.write(
         f"Trained again on all {labels:,} labelled images (--refit): predict and export use these weights. The scores "
-        "are of the run before, which had not seen the validation images."
+        "are of the run before, which had not seen the validation images.\n"
     )

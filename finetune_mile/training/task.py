@@ -51,7 +51,6 @@ from finetune_mile.training.device import Device
 from finetune_mile.training.plan import Plan, auto_rate, labelled_per_batch, make_plan
 from finetune_mile.training.processes import Signals, on_device, start
 
-PROBE_IMAGES = 1000
 POOLS: tuple[Pool, ...] = ("labelled", "unlabelled", "all")
 
 
@@ -204,10 +203,10 @@ def feed(task: Task, device: Device, pool: Pool, first_step: int) -> Iterator[Ba
     return batches(views, keys, workers=device.workers, pin=device.pin)
 
 
-def evaluate(task: Task, device: Device, network: nn.Module, limit: int | None) -> dict[str, float]:
-    """Scores on the validation images: on all, or on `limit` of them."""
+def evaluate(task: Task, device: Device, network: nn.Module) -> dict[str, float]:
+    """Scores on the validation images, or on as many of them as the recipe asks for."""
     count = len(task.data.val)
-    picked = pick_probe(count, limit or count)
+    picked = pick_probe(count, task.recipe.evaluate.images or count)
     return task.scores(device.outputs(network, task.views("val"), picked.numpy()), picked)[0]
 
 
@@ -217,17 +216,6 @@ def on_training_images(task: Task, device: Device, network: nn.Module, picked: I
     return rows[good], task.pools.images.given[torch.from_numpy(picked)][good]
 
 
-def on_probe_images(task: Task, device: Device, network: nn.Module) -> tuple[Tensor, Tensor]:
-    """Logits and given labels of the labelled training images that every generation is compared on."""
-    labelled = task.pools.indices["labelled"]
-    return on_training_images(task, device, network, labelled[pick_probe(len(labelled), PROBE_IMAGES).numpy()])
-
-
-def on_held_out(task: Task, device: Device, network: nn.Module) -> tuple[Tensor, Tensor]:
-    """Logits and given labels of the training images that are held out."""
-    return on_training_images(task, device, network, task.pools.calibration)
-
-
 def set_up(
     recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, signals: Signals, data: Data | None = None
 ) -> tuple[Task, Model, Device]:
@@ -235,9 +223,9 @@ def set_up(
 
     `data`: the images of the recipe, where they are open already.
     """
-    requested, (recipe, precision) = recipe, on_device(recipe)
+    requested, recipe = recipe, on_device(recipe)
     accelerator = start(
-        precision=precision, seed=recipe.seed, track=recipe.track, project=str(path), broadcast_buffers=False
+        precision=recipe.precision, seed=recipe.seed, track=recipe.track, project=str(path), broadcast_buffers=False
     )
     _check_parts(recipe, accelerator)
     data, pools, plan = lay_out(recipe, data)

@@ -28,7 +28,7 @@ from finetune_mile.training import task as tasks
 from finetune_mile.training.device import Device
 from finetune_mile.training.explain import how_far, variant_of
 from finetune_mile.training.plan import make_plan, unintended
-from finetune_mile.training.train import not_rejected
+from finetune_mile.training.trial import not_rejected
 
 LITTLE = ["--init", "simclr-demo", "--set", "size=24", "--set", "workers=0", "--set", "checkpoint_every=4"]
 LITTLE += ["--steps", "12", "--batch-size", "8", "--set", "log_every=1", "--set", "precision=no"]
