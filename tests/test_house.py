@@ -56,7 +56,6 @@ TOO_LONG = {"images/checks.py:report", "training/explain.py:explain"}
 TOO_WIDE = {
     "api.py:train",  # public: its keywords are the flags that most calls need, with their sentences in help(train)
     "images/sources/grids.py:make_grids",
-    "learning/evidence.py:judge",
     "measures/metrics.py:measure",
     "training/minutes.py:train_in_time",
 }

@@ -221,7 +221,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self._info: dict[str, Any] = {}
+        self.info: dict[str, Any] = {}  # what run.json holds
         self._started = time.monotonic()
 
     @classmethod
@@ -266,7 +266,7 @@ class RunFolder:
     def reopen(cls, path: Path) -> RunFolder:
         """A run that was made before."""
         run = cls(path)
-        run._info = read_info(path)
+        run.info = read_info(path)
         return run
 
     def complete(self, notes: Mapping[str, object], facts: Mapping[str, object]) -> None:
@@ -274,24 +274,19 @@ class RunFolder:
         for name, content in notes.items():
             if not (self.path / name).is_file():
                 write_json(self.path / name, content)
-        if self._info | MADE_BY != self._info or "recipe_sha256" not in self._info:
+        if self.info | MADE_BY != self.info or "recipe_sha256" not in self.info:
             tree = load_yaml_file(self.path / "recipe.yaml")
             began = datetime.now(UTC).isoformat(timespec="milliseconds")
             known = {**MADE_BY, "began": began, "recipe_sha256": recipe_hash(tree), "recipe": tree, **facts}
-            self.update(**({"status": "running"} | known | self._info))
+            self.update(**({"status": "running"} | known | self.info))
 
     def update(self, **facts: object) -> None:
         """Write facts into run.json; seconds go on from an earlier session."""
         now = time.monotonic()
-        self._info["seconds"] = round(self._info.get("seconds", 0.0) + now - self._started, 3)
+        self.info["seconds"] = round(self.info.get("seconds", 0.0) + now - self._started, 3)
         self._started = now
-        self._info |= facts
-        write_json(self.path / "run.json", self._info)
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """What run.json holds."""
-        return self._info
+        self.info |= facts
+        write_json(self.path / "run.json", self.info)
 
     def append(self, record: dict[str, object]) -> None:
         """One line of metrics.jsonl."""
@@ -443,14 +438,9 @@ def environment() -> dict[str, object]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    root = Path(__file__).resolve().parents[2]
+    root, commit = Path(__file__).resolve().parents[2], None
+    if (root / ".git").exists() and shutil.which("git") is not None:
+        ask = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+        commit = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=10).stdout.strip() or None
     started_in = str(Path.cwd())  # where relative paths of the recipe begin
-    return {"versions": versions, "git": _git_hash(root), "machine": platform.machine(), "started_in": started_in}
-
-
-def _git_hash(root: Path) -> str | None:
-    if not (root / ".git").exists() or shutil.which("git") is None:
-        return None
-    ask = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
-    found = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=10)
-    return found.stdout.strip() or None
+    return {"versions": versions, "git": commit, "machine": platform.machine(), "started_in": started_in}

@@ -177,19 +177,17 @@ class Monitor:
             "generation": record.phase.generation, "loss": loss, "rate": record.share,
             "images_per_second": round(speed, 1),
         }  # fmt: skip
-        labels_per_image = None
+        everyone, labels = sum(r.images for r in counted) * world, None
         if counted:
-            everyone = sum(r.images for r in counted) * world
             names = ("labels_per_image", "empty_share", "given_per_image")
             line |= {name: total / everyone for name, total in zip(names, totals[1:], strict=True)}
-            labels_per_image = totals[1] / everyone
+            labels = totals[1] / everyone
         if self.loop.accelerator.is_main_process:
             self.folder.append(line)
-        tracked = {"loss": loss, "rate": record.share, "generation": record.phase.generation}
-        tracked |= {} if labels_per_image is None else {"labels_per_image": labels_per_image}
+        tracked = {key: line[key] for key in ("loss", "rate", "generation", "labels_per_image") if key in line}
         self.loop.accelerator.log({f"train/{key}": value for key, value in tracked.items()}, step=record.step)
         self.display.step(record.step, record.phase.name, record.phase.generation, speed, loss)
-        self.judge(record, loss, steps=len(window), labels=labels_per_image)
+        self.judge(record, loss, steps=len(window), labels=labels)
 
     def judge(self, record: StepRecord, loss: float, *, steps: int, labels: float | None) -> None:
         """Look at the mean loss of the last steps; nothing here."""

@@ -131,11 +131,12 @@ class Task:
         mixup, cutmix = self.recipe.augment.mixup, self.recipe.augment.cutmix
         return partial(draw_mix, self.recipe.seed, mixup=mixup, cutmix=cutmix) if mixup or cutmix else None
 
-    def rate(self, step: int) -> float:
-        """The share of the base learning rate that step `step` (from 0) is taken with."""
+    @property
+    def rate(self) -> Callable[[int], float]:
+        """The share of the base learning rate that a step (from 0) is taken with."""
         settings, plan = self.recipe.optimizer, self.plan
-        return rate_at(
-            step, total_steps=plan.total_steps, schedule=settings.schedule, warmup=plan.steps(settings.warmup),
+        return partial(
+            rate_at, total_steps=plan.total_steps, schedule=settings.schedule, warmup=plan.steps(settings.warmup),
             milestones=tuple(plan.steps(m) for m in settings.milestones), gamma=settings.gamma,
             restart=plan.steps(settings.restart or 0),
         )  # fmt: skip

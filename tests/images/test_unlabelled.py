@@ -14,7 +14,7 @@ from finetune_mile.core.types import Preprocess
 from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources import load_data, load_unlabelled
 from finetune_mile.run import main
-from finetune_mile.training import steps as training
+from finetune_mile.training import train as training
 from finetune_mile.training.features import stamper
 
 CLASSES = ("a", "b", "c")
