@@ -101,24 +101,26 @@ def embed(
     needed = rows or {"train": np.arange(len(data.train)), "val": np.arange(len(data.val))}
     parts: list[tuple[Split, int]] = [(split, 0) for split in needed]
     parts += [("train", view) for view in range(1, views + 1)]
+
+    def begin_store() -> tuple[Store, list[tuple[Split, int, Indices]]]:
+        facts = wanted.depends_on()
+        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        store = Store(path or cache() / "features" / key[:24])
+        check_store(store, facts)
+        todo = _missing(store, parts, needed)
+        if todo or path is not None:
+            held.enter_context(_locked(store))
+            counts = {"train": len(data.train), "val": len(data.val)}
+            begin(store, {"key": key, "images": counts, "depends_on": facts, **about}, data)
+            todo = _missing(store, parts, needed)  # another process may have been at work until now
+            for split, view, _ in todo:
+                preallocate(store, split, view, _width(wanted), data, wanted.dtype)
+            if _copy_known(store, facts, data, todo, device.tick):
+                todo = _missing(store, parts, needed)
+        return store, todo
+
     with contextlib.ExitStack() as held:
-        store, todo = Store(Path()), list[tuple[Split, int, Indices]]()
-        if accelerator.is_main_process:
-            facts = wanted.depends_on()
-            key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-            store = Store(path or cache() / "features" / key[:24])
-            check_store(store, facts)
-            todo = _missing(store, parts, needed)
-            if todo or path is not None:
-                held.enter_context(_locked(store))
-                counts = {"train": len(data.train), "val": len(data.val)}
-                begin(store, {"key": key, "images": counts, "depends_on": facts, **about}, data)
-                todo = _missing(store, parts, needed)  # another process may have been at work until now
-                for split, view, _ in todo:
-                    preallocate(store, split, view, _width(wanted), data, wanted.dtype)
-                if _copy_known(store, facts, data, todo, device.tick):
-                    todo = _missing(store, parts, needed)
-        store, todo = from_first((store, todo))
+        store, todo = from_first(begin_store)
         total = sum(len(indices) for _, _, indices in todo)
         with progress(f"features of {about.get('init', '')}", total, quiet=not accelerator.is_main_process) as advance:
             bad = BadImages(store.path / "bad_images.csv", about["data"])

@@ -150,18 +150,9 @@ def choose_folder(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return _choose_folder(options, name, requested, read)
-    from finetune_mile.training.processes import connect, from_first
+    from finetune_mile.training.processes import from_first
 
-    chosen: tuple[Path, bool] | Problem | None = None
-    if connect().is_main_process:
-        try:
-            chosen = _choose_folder(options, name, requested, read)
-        except Problem as problem:
-            chosen = problem
-    chosen = from_first(chosen)
-    if isinstance(chosen, tuple):
-        return chosen
-    raise chosen or AssertionError
+    return from_first(lambda: _choose_folder(options, name, requested, read))
 
 
 def _choose_folder(

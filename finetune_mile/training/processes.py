@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -65,12 +65,19 @@ def connect() -> PartialState:
     return processes
 
 
-def from_first(value: Value) -> Value:
-    """What the first process passes here, on every process."""
-    connect()
-    box = [value]
+def from_first(work: Callable[[], Value]) -> Value:
+    """What some work of the first process gives, on every process; a `Problem` there is raised on all of them."""
+    box: list[Any] = [None]
+    if connect().is_main_process:
+        try:
+            box = [work()]
+        except Problem as problem:
+            box = [problem]
     broadcast_object_list(box)
-    return box[0]
+    if isinstance(box[0], Problem):
+        raise box[0]
+    value: Value = box[0]
+    return value
 
 
 def start(*, precision: str, seed: int, track: str, project: str, broadcast_buffers: bool = True) -> Accelerator:

@@ -98,7 +98,7 @@ def scores_to_beat(task: Task, model: Model, device: Device) -> dict[str, object
         wanted = FeatureSet(
             data=task.data, network=split_head(network)[0], arch=full_name(model.report), preprocess=task.preprocess
         )
-        store = from_first(stored(wanted, labelled) if main else None)
+        store = from_first(lambda: stored(wanted, labelled))
     if store is not None:
         bank, given, queries = _kept(task, store, labelled)
     elif on_rows or REPORT_SHARE * (len(labelled) + len(task.data.val)) <= 3 * (recipe.steps or 0) * recipe.batch_size:
@@ -127,7 +127,7 @@ def compare_sizes(task: Task, model: Model, device: Device, folder: RunFolder) -
         data=task.data, network=split_head(network)[0].to(device.accelerator.device), arch=full_name(report),
         preprocess=task.preprocess.model_copy(update={"size": own}), dtype=recipe.feature_dtype,
     )  # fmt: skip
-    store = from_first(stored(wanted, labelled) if main else None)
+    store = from_first(lambda: stored(wanted, labelled))
     if store is None:
         cost = OWN_SIZE_SHARE * (len(labelled) + len(images)) * (own / size) ** 2
         steps = task.plan.total_steps
@@ -138,7 +138,8 @@ def compare_sizes(task: Task, model: Model, device: Device, folder: RunFolder) -
         try:
             store = embed(device, wanted, about=about, rows={"train": labelled, "val": images})
         except Problem as problem:  # the run itself does not need them
-            sys.stderr.write(f"warning: no probe at {own} pixels: {problem}\n")
+            if main:
+                sys.stderr.write(f"warning: no probe at {own} pixels: {problem}\n")
             return
     bank, given, queries = _kept(task, store, labelled)
     logits = Outputs(_fit(task, bank, given).logits(queries.rows), queries.readable)
