@@ -22,7 +22,7 @@ from finetune_mile.images.order import Indices
 from finetune_mile.learning.loop import Loop
 from finetune_mile.run import main
 from finetune_mile.training import features
-from finetune_mile.training.device import Device
+from finetune_mile.training.processes import Device
 from finetune_mile.training.task import images_of
 
 WIDTH = 2048  # of a ResNet-50

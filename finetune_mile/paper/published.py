@@ -20,8 +20,8 @@ from finetune_mile.measures.predictions import pick_probe
 from finetune_mile.measures.probing import hits
 from finetune_mile.networks.heads import get_head
 from finetune_mile.training.checks import Check
-from finetune_mile.training.device import Device
 from finetune_mile.training.features import FeatureSet, Split, embed, full_name
+from finetune_mile.training.processes import Device
 from finetune_mile.training.task import Model, Task, image_views, images_of
 
 CLASSES = 1000  # of ImageNet

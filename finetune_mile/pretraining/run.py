@@ -38,12 +38,12 @@ from finetune_mile.pretraining.methods import METHODS, Learner
 from finetune_mile.pretraining.recipe import Pretrain
 from finetune_mile.pretraining.views import SEEDS, ViewKind, draw, make_view
 from finetune_mile.training import resume
-from finetune_mile.training.device import Device
 from finetune_mile.training.display import Display
 from finetune_mile.training.folder import RunFolder, open_on_main, requested_settings
 from finetune_mile.training.monitor import Monitor, recorded
 from finetune_mile.training.plan import Plan
 from finetune_mile.training.processes import (
+    Device,
     Signals,
     computing,
     start,

@@ -47,8 +47,8 @@ class Embedding:
     ) -> Store:  # fmt: skip
         """The features of one checkpoint, computed where they are not on disk; arguments as in `training.features`."""
         from finetune_mile.checkpoints.loading import open_trunk
-        from finetune_mile.training.device import Device
         from finetune_mile.training.features import FeatureSet, embed, full_name
+        from finetune_mile.training.processes import Device
         from finetune_mile.training.task import wanted_workers
 
         opened = open_trunk(init, arch=self.arch)

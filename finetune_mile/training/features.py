@@ -40,8 +40,7 @@ from finetune_mile.images.pipeline import Augmentation, Readers, Views
 from finetune_mile.images.sources.hf import Rows
 from finetune_mile.learning.roles import weights_hash
 from finetune_mile.networks.parts import split_head
-from finetune_mile.training.device import Device
-from finetune_mile.training.processes import from_first, stop_together
+from finetune_mile.training.processes import Device, from_first, stop_together
 from finetune_mile.training.task import Model, Task, image_views, images_of
 from finetune_mile.training.task import Split as TaskSplit
 

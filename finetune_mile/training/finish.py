@@ -47,9 +47,9 @@ from finetune_mile.pages.report import (
     pixels,
     write_report,
 )  # fmt: skip
-from finetune_mile.training.device import Device
 from finetune_mile.training.display import closing_table
 from finetune_mile.training.folder import OWN_SIZE, TRIAL, RunFolder
+from finetune_mile.training.processes import Device
 from finetune_mile.training.start import MOST_PROBE_IMAGES
 from finetune_mile.training.task import Model, Task
 

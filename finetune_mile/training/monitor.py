@@ -23,11 +23,10 @@ from finetune_mile.learning.roles import copy_into, snapshot, tensors_of
 from finetune_mile.measures.guards import RATES, LabelReport, LossAlarm, guard, inspect_labels
 from finetune_mile.measures.predictions import pick_probe
 from finetune_mile.training import resume
-from finetune_mile.training.device import Device
 from finetune_mile.training.display import Display
 from finetune_mile.training.folder import RunFolder, alone
 from finetune_mile.training.plan import Plan, learner_role
-from finetune_mile.training.processes import Signals, Stopped, stop_together
+from finetune_mile.training.processes import Device, Signals, Stopped, stop_together
 from finetune_mile.training.task import Task, evaluate, on_training_images
 
 PROBE_IMAGES = 1000  # labelled images on which the labels of each teacher are compared with those of the one before

@@ -26,11 +26,10 @@ from finetune_mile.measures.probing import hits
 from finetune_mile.measures.verdicts import SCORES, map_edges, score_of, sets_of, units, with_edges
 from finetune_mile.networks.heads import Features, StandardisedLinear, get_head, set_head
 from finetune_mile.networks.parts import split_head
-from finetune_mile.training.device import Device
 from finetune_mile.training.features import FeatureSet, Store, embed, full_name, stored
 from finetune_mile.training.folder import OWN_SIZE, START, RunFolder
 from finetune_mile.training.plan import HELD_OUT, has_trial, trial_steps
-from finetune_mile.training.processes import from_first
+from finetune_mile.training.processes import Device, from_first
 from finetune_mile.training.task import Model, Task, on_training_images
 
 MOST_PROBE_IMAGES = 20_000  # of a probe; more would hardly move it

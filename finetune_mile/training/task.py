@@ -47,9 +47,8 @@ from finetune_mile.networks.parts import (
 )
 from finetune_mile.networks.resnets import ResNet
 from finetune_mile.networks.vits import join_options, split_options
-from finetune_mile.training.device import Device
 from finetune_mile.training.plan import Plan, auto_rate, labelled_per_batch, make_plan
-from finetune_mile.training.processes import Signals, on_device, start
+from finetune_mile.training.processes import Device, Signals, on_device, start
 
 POOLS: tuple[Pool, ...] = ("labelled", "unlabelled", "all")
 

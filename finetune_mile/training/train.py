@@ -25,14 +25,13 @@ from finetune_mile.learning.roles import Average, Roles
 from finetune_mile.measures.guards import LossAlarm, lower_rates
 from finetune_mile.measures.metrics import Measured
 from finetune_mile.training import resume as checkpoints
-from finetune_mile.training.device import Device
 from finetune_mile.training.display import Display
 from finetune_mile.training.features import on_features
 from finetune_mile.training.finish import finish
 from finetune_mile.training.folder import REFIT, RunFolder, open_on_main, requested_settings
 from finetune_mile.training.labelling import pool_labeller
 from finetune_mile.training.monitor import Enough, LabelMonitor, recorded
-from finetune_mile.training.processes import computing, warn_of_spread, weight_spread
+from finetune_mile.training.processes import Device, computing, warn_of_spread, weight_spread
 from finetune_mile.training.start import compare_sizes, start_classifier
 from finetune_mile.training.task import Model, Task, feed, on_training_images
 from finetune_mile.training.trial import learner_of, refit, share_by_trial

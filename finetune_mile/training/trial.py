@@ -21,11 +21,11 @@ from finetune_mile.learning.losses import bce_entries, given_matrix, shared
 from finetune_mile.learning.roles import tensors_of
 from finetune_mile.measures.intervals import clearly_above
 from finetune_mile.pages.card import model_card
-from finetune_mile.training.device import Device
 from finetune_mile.training.features import on_features
 from finetune_mile.training.folder import REFIT, TRIAL, RunFolder
 from finetune_mile.training.monitor import LabelMonitor
 from finetune_mile.training.plan import HELD_OUT, MOST_LABELS, has_trial, make_plan, trial_steps
+from finetune_mile.training.processes import Device
 from finetune_mile.training.task import Model, Task, on_training_images
 
 SHARES = (1.0, 0.5)  # in the order of preference

@@ -164,7 +164,7 @@ class Silent:
 def make_mistakes(names):
     """What must be found."""
     from finetune_mile.learning.loop import LabelObjective
-    from finetune_mile.training.device import Device
+    from finetune_mile.training.processes import Device
 
     backward, prepare = LabelObjective.backward, Device.prepare
     ours = {
