@@ -17,24 +17,26 @@ from typing import Any
 import torch
 
 from finetune_mile.compute.passes import Outputs
+from finetune_mile.images.index import BadImages
 from finetune_mile.images.order import Indices
-from finetune_mile.images.pipeline import Views
 from finetune_mile.learning.loop import Loop
 from finetune_mile.run import main
 from finetune_mile.training import features
-from finetune_mile.training.device import Device
+from finetune_mile.training.processes import Device
+from finetune_mile.training.task import images_of
 
 WIDTH = 2048  # of a ResNet-50
 SPREAD = 2.0  # of an image around the centre of its class: ten classes overlap a little
 
 
 def draw_features(
-    device: Device, network: torch.nn.Module, views: Views, store: features.Store,
-    part: tuple[features.Split, int, Indices], advance: Callable[[int], None], *, mixed: bool,
+    device: Device, wanted: features.FeatureSet, store: features.Store, part: tuple[features.Split, int, Indices],
+    bad: BadImages, advance: Callable[[int], None],
 ) -> None:  # fmt: skip
     """Write rows around a centre of each class, in the place of those of a network."""
-    del device, network, mixed
-    images, (split, view, indices) = views.images, part
+    del device, bad
+    split, view, indices = part
+    images = images_of(wanted.data, split)
     draw = torch.Generator().manual_seed(len(images))
     centres = torch.randn(int(images.given.max()) + 1, WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.25
     rows = centres[images.given[indices]] + SPREAD * torch.randn(len(indices), WIDTH, generator=draw)

@@ -298,8 +298,8 @@ def watched(event, args):
 sys.addaudithook(watched)
 from finetune_mile.training.folder import RunFolder
 RunFolder.create(
-    Path(below) / "run", "a: 2", overwrite=True, notes={"init.json": lambda: {"a": 1}, "split.json": lambda: {"b": 1}},
-    facts=lambda: {"card": {}, "versions": {}, "world_size": 1, "device": "cpu"},
+    Path(below) / "run", "a: 2", overwrite=True, notes={"init.json": {"a": 1}, "split.json": {"b": 1}},
+    facts={"card": {}, "versions": {}, "world_size": 1, "device": "cpu"},
 )
 """
 
@@ -310,8 +310,8 @@ def test_f11_a_run_folder_is_complete_or_made_anew_by_the_same_command(tmp_path,
     """Killed between the rename and run.json, a run never got init.json, split.json and most of run.json."""
 
     def create(path, text):
-        notes = {"init.json": lambda: {"a": 1}, "split.json": lambda: {"b": 1}}
-        facts = lambda: {"card": {}, "versions": {}, "world_size": 1, "device": "cpu"}  # noqa: E731
+        notes = {"init.json": {"a": 1}, "split.json": {"b": 1}}
+        facts = {"card": {}, "versions": {}, "world_size": 1, "device": "cpu"}
         return RunFolder.create(path, text, overwrite=True, notes=notes, facts=facts)
 
     at = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,15 +34,7 @@ class Verdict:
 
 
 def judge(
-    logits: Tensor,
-    labels: Tensor,
-    prior: Tensor,
-    *,
-    generation: int,
-    gate: Literal["auto", "off"],
-    v_min: float,
-    g_min: float,
-    was_open: bool = False,
+    logits: Tensor, labels: Tensor, prior: Tensor, *, generation: int, bars: tuple[float, float] | None, was_open: bool
 ) -> Verdict:
     """Thresholds for the next imitation, and whether there is anything to find.
 
@@ -55,17 +46,17 @@ def judge(
         labels: (N,) given.
         prior: (C,) how often each class is given.
         generation: goes into the verdict.
-        gate: off: it is open whatever the images say.
-        v_min: v must lie two errors above it.
-        g_min: g must lie one error above it.
+        bars: v must lie two errors above the first, g one error above the second; None: the gate is open whatever the
+            images say.
         was_open: the verdict of the generation before.
     """
     v, v_error, found_rate, thresholds = lee_liu(logits, labels, prior)
     g, g_error = clear_misses(logits, labels)
-    above_chance = v * (1 - 2 * v_error) >= v_min
-    something = above_chance and g + (g_error if was_open else -g_error) >= g_min
+    least_v, least_g = bars or (-math.inf, -math.inf)
+    above_chance = v * (1 - 2 * v_error) >= least_v
+    something = g + (g_error if was_open else -g_error) >= least_g
     return Verdict(
-        generation=generation, open=gate == "off" or something, v=v, v_error=v_error, g=g, g_error=g_error,
+        generation=generation, open=above_chance and something, v=v, v_error=v_error, g=g, g_error=g_error,
         found_rate=found_rate, labels_found=float((logits.double() > thresholds).sum(1).double().mean()),
         images=len(labels), thresholds=tuple(thresholds.tolist()),
         misses=float((logits.argmax(1) != labels).double().mean()),

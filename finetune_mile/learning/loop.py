@@ -22,18 +22,6 @@ from finetune_mile.learning.roles import Average, Roles, copy_into
 from finetune_mile.learning.stores import LabelStore
 
 
-class TargetsAndLoss(Protocol):
-    """A method, as far as a step needs it (`methods/__init__.py`)."""
-
-    @property
-    def targets(self) -> Callable[[Phase, Tensor], Tensor]:
-        """A phase and the teacher's logits (B, C) to labels (B, C)."""
-
-    @property
-    def loss(self) -> Callable[[Phase, Tensor, Tensor, StepView], Tensor]:
-        """A phase, logits (B, C), targets (B, C) and the step to a scalar."""
-
-
 @dataclass(slots=True)
 class StepRecord:
     """What one step did. The tensors stay on the device until somebody reads them."""
@@ -43,8 +31,8 @@ class StepRecord:
     done: int  # steps done in this phase, this one included
     share: float  # of the base learning rate
     loss: Tensor  # ()
+    labels: Tensor  # (3,): pseudo-labels, empty sets, given labels among them; sums over the images of an imitation
     images: int = 0  # in this process
-    labels: Tensor | None = None  # (3,): pseudo-labels, empty sets, given labels among them; sums over the images
 
     @property
     def ended(self) -> bool:
@@ -58,8 +46,8 @@ class Objective(Protocol):
     def begin(self, phase: Phase) -> None:
         """Called before the first step of a phase, also of one that is resumed."""
 
-    def backward(self, batch: Any, record: StepRecord, parts: int) -> None:
-        """Add the gradient of one of the `parts` of a batch; `record`, whose step is not done yet, gets what it did."""
+    def backward(self, loop: Loop, batch: Any, record: StepRecord) -> None:
+        """Add the gradient of a part of a batch; `record`, whose step is not done yet, gets what it did."""
 
 
 class Observer(Protocol):
@@ -95,7 +83,7 @@ class Loop:
 
     def train(self, phases: Sequence[Phase], first_step: int, monitor: Observer) -> None:
         """Train what is left of `phases`, the complete list, after `first_step` optimiser steps."""
-        step = first_step
+        step, device = first_step, self.accelerator.device
         feeds: dict[Pool, Iterator[Any]] = {}
         for planned, done in after(step, phases):
             if done == 0 and (decision := self.state.decide(planned)) is not None:
@@ -108,26 +96,14 @@ class Loop:
                 decided = [self.state.as_decided(each) for each in phases]
                 feeds[phase.pool] = self.feed(phase.pool, drawn(step, decided)[phase.pool])
             for done_now in range(done + 1, phase.steps + 1):
-                self._train_mode()
-                record = StepRecord(step, phase, done_now, self.rate(step), torch.zeros((), device=self.device))
+                loss, labels = torch.zeros((), device=device), torch.zeros(3, device=device)
+                record = StepRecord(step, phase, done_now, self.rate(step), loss, labels)
                 self._step(feeds[phase.pool], record)
                 step = record.step = step + 1
                 if record.ended:
                     self.agree()
                     self.roles.leave(phase)
                 monitor.on_step(record)
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.accelerator.device
-        return device
-
-    def _train_mode(self) -> None:
-        self.network.train()
-        if self.frozen_norm:
-            for module in self.network.modules():
-                if isinstance(module, nn.modules.batchnorm._NormBase):
-                    module.eval()
 
     def _enter(self, phase: Phase) -> None:
         self.roles.enter(phase)
@@ -139,11 +115,15 @@ class Loop:
 
     def _step(self, feed: Iterator[Any], record: StepRecord) -> None:
         """One optimiser step over `accumulate` parts of a batch."""
+        self.network.train()
+        for module in self.network.modules() if self.frozen_norm else ():
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                module.eval()
         set_rate(self.optimizer, record.share)
         for part in range(self.accumulate):
             last = part == self.accumulate - 1
             with contextlib.nullcontext() if last else self.accelerator.no_sync(self.network):
-                self.objective.backward(next(feed), record, self.accumulate)
+                self.objective.backward(self, next(feed), record)
         if self.clip is not None:
             self.accelerator.clip_grad_norm_(self.network.parameters(), self.clip)
         self.optimizer.step()
@@ -187,13 +167,10 @@ class Loop:
 
 @dataclass(slots=True, kw_only=True)
 class LabelObjective:
-    """The loss against the given labels, or against the teacher's."""
+    """The loss against the given labels, or against the teacher's; `targets` and `loss` are those of `Method`."""
 
-    accelerator: Accelerator
-    network: nn.Module  # prepared
-    roles: Roles
-    method: TargetsAndLoss
-    state: MethodState
+    targets: Callable[[Phase, Tensor], Tensor]  # phase and the teacher's logits (B, C) to labels (B, C)
+    loss: Callable[[Phase, Tensor, Tensor, StepView], Tensor]  # phase, logits, targets (B, C) and step to a scalar
     num_classes: int
     total_steps: int
     class_weights: Tensor | None  # (C,)
@@ -208,24 +185,30 @@ class LabelObjective:
         if self.label_pool is not None and phase.name == "imitation":
             self.store = self.label_pool(phase)
 
-    def backward(self, batch: Batch, record: StepRecord, parts: int) -> None:
-        phase, images = record.phase, self.prepare(batch.images)
+    def backward(self, loop: Loop, batch: Batch, record: StepRecord) -> None:
+        phase, accelerator, images = record.phase, loop.accelerator, self.prepare(batch.images)
         given = given_matrix(batch.labels.to(images.device, non_blocking=True), self.num_classes)
-        targets, teacher_logits = self._targets(phase, images, given, batch)
+        targets, teacher_logits = self._targets(loop, phase, images, given, batch)
         if phase.name == "imitation":
-            counts = label_counts(targets, given)
-            record.labels = counts if record.labels is None else record.labels + counts
+            record.labels += label_counts(targets, given)
         if self.label_smoothing or self.mixing is not None:
             images, targets, given, teacher_logits = self._softened(record, images, targets, given, teacher_logits)
-        view = self._view(batch, given, teacher_logits, record.step)
-        logits = self.network(images)
-        loss = self.method.loss(phase, logits, targets, view) / parts
-        self.accelerator.backward(loss)
-        self.state.after_step(view, logits.detach())
+        view = StepView(
+            step=record.step, total_steps=self.total_steps, samples=batch.samples, given=given,
+            teacher_logits=teacher_logits, class_weights=self.class_weights, state=loop.state,
+            add_up=partial(accelerator.reduce, reduction="sum"), gather=accelerator.gather,
+            processes=accelerator.num_processes,
+        )  # fmt: skip
+        logits = loop.network(images)
+        loss = self.loss(phase, logits, targets, view) / loop.accumulate
+        accelerator.backward(loss)
+        loop.state.after_step(view, logits.detach())
         record.loss += loss.detach()
         record.images += len(batch.samples)
 
-    def _targets(self, phase: Phase, images: Tensor, given: Tensor, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _targets(
+        self, loop: Loop, phase: Phase, images: Tensor, given: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor | None]:
         """The target matrix (B, C), and the teacher's logits if they were computed for it."""
         if phase.given:
             if bool((batch.labels < 0).any()):  # on the CPU, where labels come from: no wait for the device
@@ -235,10 +218,10 @@ class LabelObjective:
         if self.store is not None:
             targets = upload(self.store[batch.samples], given.device)
         else:
-            assert self.roles.teacher is not None
-            with torch.no_grad(), self.accelerator.autocast():
-                teacher_logits = self.roles.teacher(images if batch.weak is None else self.prepare(batch.weak))
-            targets = self.method.targets(phase, teacher_logits)
+            assert loop.roles.teacher is not None
+            with torch.no_grad(), loop.accelerator.autocast():
+                teacher_logits = loop.roles.teacher(images if batch.weak is None else self.prepare(batch.weak))
+            targets = self.targets(phase, teacher_logits)
         return torch.maximum(targets, given) if phase.union else targets, teacher_logits
 
     def _softened(
@@ -255,14 +238,6 @@ class LabelObjective:
         if teacher_logits is not None:  # logits whose softmax is the mixture
             teacher_logits = mix.rows(teacher_logits.float().softmax(1)).log()
         return mix.images(images), mix.rows(targets), mix.rows(given), teacher_logits
-
-    def _view(self, batch: Batch, given: Tensor, teacher_logits: Tensor | None, step: int) -> StepView:
-        return StepView(
-            step=step, total_steps=self.total_steps, samples=batch.samples, given=given, teacher_logits=teacher_logits,
-            class_weights=self.class_weights, add_up=partial(self.accelerator.reduce, reduction="sum"),
-            gather=self.accelerator.gather,
-            processes=self.accelerator.num_processes, state=self.state,
-        )  # fmt: skip
 
 
 def label_counts(targets: Tensor, given: Tensor) -> Tensor:

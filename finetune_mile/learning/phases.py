@@ -138,8 +138,6 @@ class MethodState:
 
     def decide(self, phase: Phase) -> Decision | None:
         """Called before a phase begins."""
-        del phase
-        return None
 
     def as_decided(self, phase: Phase) -> Phase:
         """A planned phase as it is trained; as it was planned where nothing is decided."""
@@ -147,10 +145,6 @@ class MethodState:
 
     def entered(self, phase: Phase) -> None:
         """Called when the learner has the weights that a phase starts from."""
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Extra groups for the optimiser."""
-        return []
 
     def after_step(self, step: StepView, logits: Tensor) -> None:
         """Called after the backward pass of each part of a batch."""

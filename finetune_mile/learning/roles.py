@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from finetune_mile.learning.phases import Phase, Role
+from finetune_mile.learning.phases import Phase
 
 Weights = dict[str, Tensor]
 
@@ -88,37 +88,27 @@ class Roles:
         used |= {"init"} if keep_init else set()
         imitates = any(phase.name == "imitation" for phase in phases)
         self.learner = learner
-        self.brought = teacher is not None
         self.teacher = teacher if teacher is not None else copy.deepcopy(learner) if imitates else None
         if self.teacher is not None:
             self.teacher.eval().requires_grad_(False)
-        kept: tuple[Role, ...] = ("init", "student")
-        self.states: dict[Role, Weights] = {role: snapshot(learner) for role in kept if role in used}
-
-    def weights(self, role: Role) -> Mapping[str, Tensor]:
-        """The tensors of a role, not copied."""
-        if role != "teacher":
-            return self.states[role]
-        assert self.teacher is not None
-        return tensors_of(self.teacher)
+        kept = ("init", "student")
+        self.weights: dict[str, Weights] = {role: snapshot(learner) for role in kept if role in used}
+        if self.teacher is not None and teacher is None:  # one from outside never changes, and is loaded anew
+            self.weights["teacher"] = tensors_of(self.teacher)
 
     def enter(self, phase: Phase) -> None:
         """Give the learner the weights that `phase` starts from."""
         if phase.start != "learner":
-            copy_into(tensors_of(self.learner), self.weights(phase.start))
+            copy_into(tensors_of(self.learner), self.weights[phase.start])
 
     def leave(self, phase: Phase) -> None:
         """Give the learner's weights to the roles that they become."""
         for role in phase.becomes:
-            copy_into(self.weights(role), tensors_of(self.learner))
+            copy_into(self.weights[role], tensors_of(self.learner))
 
     def state_dict(self) -> dict[str, Weights]:
-        """All that cannot be derived, to be saved; a teacher from outside is loaded anew."""
-        saved: dict[str, Weights] = {"learner": tensors_of(self.learner)}
-        saved.update({str(role): tensors for role, tensors in self.states.items()})
-        if self.teacher is not None and not self.brought:
-            saved["teacher"] = tensors_of(self.teacher)
-        return saved
+        """All that cannot be derived, to be saved."""
+        return {"learner": tensors_of(self.learner), **self.weights}
 
     def load_state_dict(self, saved: Mapping[str, Weights]) -> None:
         """Take back what `state_dict` gave."""

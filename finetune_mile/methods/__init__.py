@@ -65,10 +65,7 @@ def named_loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) ->
     from finetune_mile.learning.losses import LOSSES
 
     measure, heat = LOSSES[phase.loss], phase.temperature
-    if heat == 1:
-        loss = measure(logits, targets, step.class_weights)
-    else:
-        loss = heat**2 * measure(logits / heat, targets, step.class_weights)
+    loss = heat**2 * measure(logits / heat, targets, step.class_weights)
     if phase.label_weight == 0:
         return loss
     return (1 - phase.label_weight) * loss + phase.label_weight * measure(logits, step.given, step.class_weights)

@@ -51,9 +51,8 @@ class Settings(NamedTuple):
     mile: mile.Block
 
 
-def check(block: Settings, recipe: Any) -> list[str]:
+def check(block: Settings, _recipe: Any) -> list[str]:
     """Labels are made batch by batch."""
-    del recipe
     return [
         f"--rho auto needs mile.{key}: {value}, and it is {found}"
         for key, value, found in (
@@ -144,10 +143,8 @@ class State(MethodState):
         prior = torch.bincount(given[given >= 0], minlength=self.run.num_classes)
         was_open = bool(self.verdicts) and self.verdicts[-1].open
         values: ImitationValues = phase.values
-        verdict = judge(
-            logits, labels, prior, generation=phase.generation, gate=values.gate, v_min=values.v_min,
-            g_min=values.g_min, was_open=was_open,
-        )  # fmt: skip
+        bars = None if values.gate == "off" else (values.v_min, values.g_min)
+        verdict = judge(logits, labels, prior, generation=phase.generation, bars=bars, was_open=was_open)
         self.verdicts.append(verdict)
         return Decision(
             record={key: value for key, value in asdict(verdict).items() if key != "thresholds"},

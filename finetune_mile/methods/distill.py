@@ -20,9 +20,8 @@ class Block(Imitation):
     )  # fmt: skip
 
 
-def check(block: Block, recipe: Any) -> list[str]:
+def check(block: Block, _recipe: Any) -> list[str]:
     """What does not go together."""
-    del recipe
     if block.label_weight is not None and block.loss != "cross_entropy":
         return [f"distill.label_weight needs distill.loss: cross_entropy, and the loss is {block.loss}"]
     return []

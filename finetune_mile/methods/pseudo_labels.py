@@ -33,13 +33,12 @@ class Threshold:
     rho: float
     empty: Literal["negative", "argmax"] = "negative"
 
-    def labels(self, teacher_logits: Tensor, loss: Loss) -> Tensor:
+    def labels(self, teacher_logits: Tensor, _loss: Loss) -> Tensor:
         """Multi-hot (B, C)."""
-        import torch
-
-        del loss
         above = (teacher_logits.float().sigmoid() > self.rho).float()
         if self.empty == "argmax":
+            import torch
+
             above = torch.where(above.any(1, keepdim=True), above, Argmax().labels(teacher_logits, "bce"))
         return above
 
@@ -63,11 +62,10 @@ class Soften:
 class Argmax:
     """The teacher's best class alone: the control that tells hard labels from multi-labels."""
 
-    def labels(self, teacher_logits: Tensor, loss: Loss) -> Tensor:
+    def labels(self, teacher_logits: Tensor, _loss: Loss) -> Tensor:
         """One-hot (B, C)."""
         import torch.nn.functional as F
 
-        del loss
         return F.one_hot(teacher_logits.argmax(1), teacher_logits.shape[1]).float()
 
 

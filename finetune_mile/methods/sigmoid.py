@@ -6,9 +6,8 @@ from finetune_mile.learning.phases import Budget, Phase, one_interaction
 from finetune_mile.methods import Method
 
 
-def phases(block: None, budget: Budget) -> list[Phase]:
+def phases(_block: None, budget: Budget) -> list[Phase]:
     """One long interaction."""
-    del block
     return one_interaction(budget, "bce")
 
 

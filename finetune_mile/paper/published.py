@@ -20,8 +20,8 @@ from finetune_mile.measures.metrics import hits, top_k
 from finetune_mile.measures.predictions import pick_probe
 from finetune_mile.networks.heads import get_head
 from finetune_mile.training.checks import Check
-from finetune_mile.training.device import Device
-from finetune_mile.training.features import Split, embed, full_name
+from finetune_mile.training.features import FeatureSet, Split, embed, full_name
+from finetune_mile.training.processes import Device
 from finetune_mile.training.task import Model, Task, image_views, images_of
 
 CLASSES = 1000  # of ImageNet
@@ -76,10 +76,11 @@ def _features(
     network, preprocess = opened.network.to(device.accelerator.device), opened.card.preprocess
     device = dataclasses.replace(device, batch_size=EACH * device.accelerator.num_processes)
     if sum(map(len, rows.values())) > MANY:
-        store = embed(
-            device, task.data, preprocess, network, arch=full_name(opened.report), dtype="float16", rows=rows,
-            about={"init": init.text, "data": task.recipe.data},
+        wanted = FeatureSet(
+            data=task.data, network=network, arch=full_name(opened.report), preprocess=preprocess,
+            precision=device.accelerator.mixed_precision,
         )  # fmt: skip
+        store = embed(device, wanted, about={"init": init.text, "data": task.recipe.data}, rows=rows)
         read = {split: store.rows(split, some) for split, some in rows.items()}
     else:
         show = partial(image_views, preprocess, task.bad, task.recipe.seed)

@@ -24,11 +24,10 @@ from finetune_mile.config.resolve import Resolved
 from finetune_mile.core.cores import local_processes, usable_cores
 from finetune_mile.core.files import shipped
 from finetune_mile.images.index import Data
-from finetune_mile.training.device import Device
 from finetune_mile.training.explain import schedule_is_given
 from finetune_mile.training.memory import gpu_words, need_of
 from finetune_mile.training.pricing import Pace, Price, find_data, find_weights, price, rehearse, stage, time_words
-from finetune_mile.training.processes import Signals, weight_spread
+from finetune_mile.training.processes import Device, Signals, weight_spread
 from finetune_mile.training.task import Model, Task
 
 MOST_READ = 50_000  # images; of more, near-duplicates are not searched either

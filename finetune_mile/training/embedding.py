@@ -47,8 +47,8 @@ class Embedding:
     ) -> Store:  # fmt: skip
         """The features of one checkpoint, computed where they are not on disk; arguments as in `training.features`."""
         from finetune_mile.checkpoints.loading import open_trunk
-        from finetune_mile.training.device import Device
-        from finetune_mile.training.features import embed, full_name
+        from finetune_mile.training.features import FeatureSet, embed, full_name
+        from finetune_mile.training.processes import Device
         from finetune_mile.training.task import wanted_workers
 
         opened = open_trunk(init, arch=self.arch)
@@ -58,10 +58,12 @@ class Embedding:
             workers=wanted_workers(self.workers, data, accelerator),
         )  # fmt: skip
         preprocess = opened.card.preprocess.model_copy(update=own)
-        return embed(
-            device, data, preprocess, opened.network, arch=full_name(opened.report), dtype=self.dtype,
-            about={"init": init.text, "data": self.data}, contents=self.verify, path=path, rows=rows, views=views,
+        wanted = FeatureSet(
+            data=data, network=opened.network, arch=full_name(opened.report), preprocess=preprocess, dtype=self.dtype,
+            precision=accelerator.mixed_precision, contents=self.verify,
         )  # fmt: skip
+        about = {"init": init.text, "data": self.data}
+        return embed(device, wanted, about=about, path=path, rows=rows, views=views)
 
     def everything(
         self, init: Init, accelerator: Accelerator, signals: Signals, *, path: Path | None = None, views: int = 0

@@ -14,7 +14,7 @@ from finetune_mile.training.plan import MOST_LABELS, Plan, has_trial, unintended
 from finetune_mile.training.settings import phase_table, runs_of, settings_table
 
 if TYPE_CHECKING:
-    from finetune_mile.training.device import Device
+    from finetune_mile.training.processes import Device
     from finetune_mile.training.task import Model, Task
 
 SCHEDULE = ("mile.k_t", "mile.k_s", "mile.rho", "mile.warmup", "batch_size", "steps", "epochs")

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,6 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.loading import LoadReport
@@ -40,9 +40,8 @@ from finetune_mile.images.pipeline import Augmentation, Readers, Views
 from finetune_mile.images.sources.hf import Rows
 from finetune_mile.learning.roles import weights_hash
 from finetune_mile.networks.parts import split_head
-from finetune_mile.training.device import Device
-from finetune_mile.training.processes import stop_together
-from finetune_mile.training.task import Model, Task, images_of
+from finetune_mile.training.processes import Device, from_first, stop_together
+from finetune_mile.training.task import Model, Task, image_views, images_of
 from finetune_mile.training.task import Split as TaskSplit
 
 FORMAT = 1  # of a store; another number is another key
@@ -52,71 +51,80 @@ VIEW = Augmentation(crop="random-resized", scale=(0.35, 1.0), shift=0, flip=True
 VIEW_SEED = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureSet:
+    """Which features: all that decides the numbers in a store."""
+
+    data: Data
+    network: nn.Module  # images (B, 3, H, W) to features (B, D)
+    arch: str  # its name, with all that its weights do not say, such as the padding
+    preprocess: Preprocess  # the input that it expects
+    dtype: Dtype = "float16"  # on disk
+    precision: str = "no"  # of the accelerator, where they are computed in mixed precision; no: in float32
+    contents: bool = False  # images are identified by their contents, instead of path, size and modification time
+
+    def depends_on(self) -> dict[str, Any]:
+        """What a store notes of it."""
+        arch, size, contents = self.arch, self.preprocess.size, self.contents
+        if arch.startswith(f"{SCHEME}:"):  # the code of a user's own network may change while its name and weights stay
+            noise = torch.rand(2, 3, size, size, generator=torch.Generator())
+            outputs = show(self.network, noise.to(_place(self.network))).float().cpu().numpy()
+            arch += f", outputs {hashlib.sha256(outputs.tobytes()).hexdigest()[:16]}"
+        return {
+            "format": FORMAT, "network": arch, "weights": weights_hash(self.network),
+            "preprocess": self.preprocess.model_dump(mode="json"), "dtype": self.dtype, "precision": self.precision,
+            "images": {
+                "by": "contents" if contents else "path, size and modification time",
+                "train": images_hash(self.data.train, contents=contents),
+                "val": images_hash(self.data.val, contents=contents),
+            },
+        }  # fmt: skip
+
+
 def embed(
-    device: Device,
-    data: Data,
-    preprocess: Preprocess,
-    network: nn.Module,
-    *,
-    arch: str,
-    about: Mapping[str, str],
-    dtype: Dtype,
-    mixed: bool = True,
-    contents: bool = False,
-    path: Path | None = None,
-    rows: Mapping[Split, Indices] | None = None,
-    views: int = 0,
-) -> Store:
+    device: Device, wanted: FeatureSet, *, about: Mapping[str, str], path: Path | None = None,
+    rows: Mapping[Split, Indices] | None = None, views: int = 0,
+) -> Store:  # fmt: skip
     """Compute the features that are not on disk yet; all processes call it.
 
     Args:
         device: where to compute.
-        data: the images.
-        preprocess: the input that the network expects.
-        network: images (B, 3, H, W) to features (B, D).
-        arch: the name of the network, with all that its weights do not say, such as the padding.
+        wanted: which features.
         about: --init and --data, for people.
-        dtype: on disk.
-        mixed: compute in the accelerator's mixed precision, if it has one; False: in float32.
-        contents: identify images by their contents, instead of path, size and modification time.
         path: the store; None: one in the cache that is named by its key.
         rows: the images that are needed; None: all.
         views: augmented views of the training images beside the plain one.
     """
-    accelerator = device.accelerator
-    network = network.to(accelerator.device).eval()
+    accelerator, data = device.accelerator, wanted.data
+    wanted.network.to(accelerator.device).eval()
     needed = rows or {"train": np.arange(len(data.train)), "val": np.arange(len(data.val))}
-    shared: list[Any] = [None, None, None]
+    parts: list[tuple[Split, int]] = [(split, 0) for split in needed]
+    parts += [("train", view) for view in range(1, views + 1)]
+
+    def begin_store() -> tuple[Store, list[tuple[Split, int, Indices]]]:
+        facts = wanted.depends_on()
+        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        store = Store(path or cache() / "features" / key[:24])
+        check_store(store, facts)
+        todo = _missing(store, parts, needed)
+        if todo or path is not None:
+            held.enter_context(_locked(store))
+            counts = {"train": len(data.train), "val": len(data.val)}
+            begin(store, {"key": key, "images": counts, "depends_on": facts, **about}, data)
+            todo = _missing(store, parts, needed)  # another process may have been at work until now
+            for split, view, _ in todo:
+                preallocate(store, split, view, _width(wanted), data, wanted.dtype)
+            if _copy_known(store, facts, data, todo, device.tick):
+                todo = _missing(store, parts, needed)
+        return store, todo
+
     with contextlib.ExitStack() as held:
-        if accelerator.is_main_process:
-            precision = accelerator.mixed_precision if mixed else "no"
-            facts = depends_on(network, arch, data, preprocess, dtype=dtype, precision=precision, contents=contents)
-            key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-            store = Store(path or cache() / "features" / key[:24])
-            check_store(store, facts)
-            parts: list[tuple[Split, int]] = [(split, 0) for split in needed]
-            parts += [("train", view) for view in range(1, views + 1)]
-            todo = _missing(store, parts, needed)
-            if todo or path is not None:
-                held.enter_context(_locked(store))
-                counts = {"train": len(data.train), "val": len(data.val)}
-                begin(store, {"key": key, "images": counts, "depends_on": facts, **about}, data)
-                todo = _missing(store, parts, needed)  # another process may have been at work until now
-                for split, view, _ in todo:
-                    preallocate(store, split, view, _width(network, preprocess), data, dtype)
-                if _copy_known(store, facts, data, todo, device.tick):
-                    todo = _missing(store, parts, needed)
-            shared = [str(store.path), todo, None]
-        broadcast_object_list(shared)
-        store, todo = Store(Path(shared[0])), shared[1]
+        store, todo = from_first(begin_store)
         total = sum(len(indices) for _, _, indices in todo)
         with progress(f"features of {about.get('init', '')}", total, quiet=not accelerator.is_main_process) as advance:
             bad = BadImages(store.path / "bad_images.csv", about["data"])
-            for split, view, indices in todo:
-                images = images_of(data, split)
-                record = partial(bad.add, split, images.ids)
-                shown = Views(images, preprocess, VIEW if view else None, VIEW_SEED, on_bad=record)
-                _fill(device, network, shown, store, (split, view, indices), advance, mixed=mixed)
+            for part in todo:
+                _fill(device, wanted, store, part, bad, advance)
         accelerator.wait_for_everyone()
     return store
 
@@ -160,15 +168,15 @@ def _copy_known(
     return found
 
 
-def stored(data: Data, preprocess: Preprocess, network: nn.Module, arch: str, train: Indices) -> Store | None:
+def stored(wanted: FeatureSet, train: Indices) -> Store | None:
     """The cached features of some training images and of all validation images, where they are complete.
 
-    Arguments as in `embed`; images are not even listed if no store has as many of them, the network and the
+    They may have another dtype. Images are not even listed if no store has as many of them, the network and the
     preprocessing.
     """
-    facts = None
-    alike = {"images": {"train": len(data.train), "val": len(data.val)}, "network": arch}
-    alike["preprocess"] = preprocess.model_dump(mode="json")
+    facts, data = None, wanted.data
+    alike = {"images": {"train": len(data.train), "val": len(data.val)}, "network": wanted.arch}
+    alike["preprocess"] = wanted.preprocess.model_dump(mode="json")
     rows: dict[Split, Indices] = {"train": train, "val": np.arange(len(data.val))}
     for path in sorted((cache() / "features").glob(f"*/{FACTS}")):
         try:
@@ -178,8 +186,7 @@ def stored(data: Data, preprocess: Preprocess, network: nn.Module, arch: str, tr
                 continue
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged, or being written
-        facts = facts or depends_on(network, arch, data, preprocess, dtype="float16", precision="no", contents=False)
-        store = Store(path.parent)
+        facts, store = facts or wanted.depends_on(), Store(path.parent)
         states = ((store.state(split), needed) for split, needed in rows.items())
         if facts | {"dtype": known["dtype"]} == known and all(
             len(state) and bool((state[needed] != MISSING).all()) for state, needed in states
@@ -238,10 +245,11 @@ def on_features(task: Task, model: Model, device: Device, *, scored: bool = True
     rows: dict[Split, Indices] = {"train": train}
     if scored:
         rows["val"] = np.arange(len(task.data.val))
-    store = embed(  # in float32, as `embed` and `probe` do by default
-        device, task.data, task.preprocess, trunk, arch=full_name(model.report), dtype=recipe.feature_dtype,
-        about={"init": recipe.init, "data": recipe.data}, mixed=False, rows=rows,
+    wanted = FeatureSet(  # in float32, as `embed` and `probe` do by default
+        data=task.data, network=trunk, arch=full_name(model.report), preprocess=task.preprocess,
+        dtype=recipe.feature_dtype,
     )  # fmt: skip
+    store = embed(device, wanted, about={"init": recipe.init, "data": recipe.data}, rows=rows)
 
     def show_rows(images: ImageSet, split: TaskSplit, augmentation: Augmentation | None, pool: Indices | None) -> Views:
         shown = task.show(images, split, augmentation, pool)
@@ -255,8 +263,9 @@ def on_features(task: Task, model: Model, device: Device, *, scored: bool = True
             on_bad=shown.on_bad,
         )  # fmt: skip
 
-    large = max(device.batch_size, ROWS_AT_ONCE)
-    return dataclasses.replace(task, show=show_rows), dataclasses.replace(device, batch_size=large, workers=0)
+    large, weights = max(device.batch_size, ROWS_AT_ONCE), sum(each.numel() for each in model.learner.parameters())
+    place = dataclasses.replace(device, batch_size=large, workers=0, step_work=recipe.batch_size * weights)
+    return dataclasses.replace(task, show=show_rows), place
 
 
 def full_name(report: LoadReport) -> str:
@@ -265,26 +274,6 @@ def full_name(report: LoadReport) -> str:
 
 
 # ---------------------------------------------------------------------------------------- what features depend on
-
-
-def depends_on(
-    network: nn.Module, arch: str, data: Data, preprocess: Preprocess, *, dtype: Dtype, precision: str, contents: bool
-) -> dict[str, Any]:
-    """All that decides the numbers in a store."""
-    if arch.startswith(f"{SCHEME}:"):  # the code of a user's own network may change while its name and weights stay
-        noise = torch.rand(2, 3, preprocess.size, preprocess.size, generator=torch.Generator())
-        outputs = show(network, noise.to(_place(network))).float().cpu().numpy()
-        arch += f", outputs {hashlib.sha256(outputs.tobytes()).hexdigest()[:16]}"
-    return {
-        "format": FORMAT, "network": arch, "weights": weights_hash(network),
-        "preprocess": preprocess.model_dump(mode="json"), "dtype": dtype,
-        "precision": precision,
-        "images": {
-            "by": "contents" if contents else "path, size and modification time",
-            "train": images_hash(data.train, contents=contents),
-            "val": images_hash(data.val, contents=contents),
-        },
-    }  # fmt: skip
 
 
 def _place(network: nn.Module) -> torch.device:
@@ -347,20 +336,22 @@ def _content(images: ImageSet, index: int) -> bytes:
 # ------------------------------------------------------------------------------------------------------- computing
 
 
-def _width(network: nn.Module, preprocess: Preprocess) -> int:
-    size = preprocess.size
-    features = show(network, torch.zeros(1, 3, size, size, device=_place(network)))
+def _width(wanted: FeatureSet) -> int:
+    size = wanted.preprocess.size
+    features = show(wanted.network, torch.zeros(1, 3, size, size, device=_place(wanted.network)))
     if features.ndim != 2:
         raise Problem(f"--init: the network gives {tuple(features.shape)} for an image, not one row of features")
     return features.shape[1]
 
 
 def _fill(
-    device: Device, network: nn.Module, views: Views, store: Store, part: tuple[Split, int, Indices],
-    advance: Callable[[int], None], *, mixed: bool,
+    device: Device, wanted: FeatureSet, store: Store, part: tuple[Split, int, Indices], bad: BadImages,
+    advance: Callable[[int], None],
 ) -> None:  # fmt: skip
     """Compute and write the rows of some images of a split and view; each process has its part of them."""
     accelerator, (split, view, indices) = device.accelerator, part
+    augmentation, images = VIEW if view else None, images_of(wanted.data, split)
+    views = image_views(wanted.preprocess, bad, VIEW_SEED, images, split, augmentation, None)
     world = accelerator.num_processes
     share = -(-len(indices) // world)
     mine = indices[accelerator.process_index * share :][:share]
@@ -368,9 +359,9 @@ def _fill(
     blocks = [mine[at : at + FLUSH] for at in range(0, share, FLUSH)]  # as many in every process
     keys = [key for block in blocks for key in keys_of(block, size, view)]
     readers = Readers(workers=device.workers, pin=device.pin, batch_size=size)
-    precision = accelerator.autocast if mixed else contextlib.nullcontext
+    precision = contextlib.nullcontext if wanted.precision == "no" else accelerator.autocast
     prepare = partial(device.prepare, preprocess=views.preprocess)
-    computed = stream(network, views, keys, prepare, readers, precision)
+    computed = stream(wanted.network, views, keys, prepare, readers, precision)
     like = store.features(split, view)
     with store.file(split, view, "npy").open("r+b") as target, store.file(split, view, "done").open("r+b") as record:
         for block in blocks:

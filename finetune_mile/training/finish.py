@@ -46,9 +46,9 @@ from finetune_mile.pages.report import (
     pixels,
     write_report,
 )  # fmt: skip
-from finetune_mile.training.device import Device
 from finetune_mile.training.display import closing_table
 from finetune_mile.training.folder import OWN_SIZE, TRIAL, RunFolder
+from finetune_mile.training.processes import Device
 from finetune_mile.training.start import MOST_PROBE_IMAGES
 from finetune_mile.training.task import Model, Task
 
@@ -96,7 +96,7 @@ def finish(
         write_per_class(folder.path / name, task.data.classes, table)
     write_json(folder.path / "results.json", scored.results)
     if scored.found is not None:
-        write_found(task, scored.found, scored.threshold, folder.path / "labels.parquet")
+        write_labels(task, scored.found, scored.threshold, folder.path / "labels.parquet")
     write_model(task, model, learner, scored, folder.path / "export")
     write_report(task, scored, folder)
     if task.recipe.track != "none":
@@ -174,12 +174,36 @@ def say_missing(recipe: Recipe, lines: Mapping[str, Any]) -> list[str]:
     return [f"Two lines to beat, a linear probe and k-NN of the checkpoint: {probe_command(recipe)}"]
 
 
-def write_found(task: Task, found: Outputs, threshold: float | Tensor, path: Path) -> None:
-    """labels.parquet, from logits of the labelled images."""
-    labelled = task.pools.indices["labelled"][found.readable.numpy()]
+def write_labels(task: Task, found: Outputs, threshold: float | Tensor, path: Path) -> None:
+    """labels.parquet: for each labelled image its given label, the labels found, and their probabilities.
+
+    Args:
+        task: of the run.
+        found: logits (N, C) of the labelled images.
+        threshold: what counts as found; one for all classes, or (C,).
+        path: where to.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    labelled, classes = task.pools.indices["labelled"][found.readable.numpy()], task.data.classes
     ids = [task.pools.images.ids[i] for i in labelled]
     given = task.pools.images.given[torch.from_numpy(labelled)]
-    write_labels(path, ids, given, task.probabilities(found.rows[found.readable]), task.data.classes, threshold)
+    probabilities = task.probabilities(found.rows[found.readable])
+    names = pa.list_(pa.string())
+    schema = pa.schema(
+        [("id", pa.string()), ("given", names), ("found", names), ("probability", pa.list_(pa.float32()))]
+    )
+    with whole_file(path) as part, pq.ParquetWriter(part, schema) as writer:
+        for at in range(0, len(ids), LABEL_BATCH):
+            rows = slice(at, at + LABEL_BATCH)
+            columns: list[Any] = [ids[rows], label_names(given[rows], classes), [], []]
+            for row in probabilities[rows]:
+                order = row.argsort(descending=True)
+                kept = order[(row > threshold)[order]].tolist()
+                columns[2].append([classes[c] for c in kept])
+                columns[3].append([float(row[c]) for c in kept])
+            writer.write_table(pa.table(columns, schema=schema))
 
 
 def write_model(task: Task, model: Model, learner: nn.Module, scored: Scored, path: Path) -> None:
@@ -256,44 +280,3 @@ def probe_command(recipe: Recipe) -> str:
     given = (("init", recipe.init), ("data", recipe.data), ("arch", recipe.arch), ("size", recipe.size))
     words = [word for name, value in given if value is not None for word in (f"--{name}", str(value))]
     return shlex.join(["finetune-mile", "probe", *words, "--fraction", f"{recipe.fraction:g}"])
-
-
-def write_labels(
-    path: Path,
-    ids: list[str],
-    given: Tensor,
-    probabilities: Tensor,
-    classes: tuple[str, ...],
-    threshold: float | Tensor,
-) -> None:
-    """labels.parquet: for each image its given label, the labels found, and their probabilities.
-
-    Args:
-        path: where to.
-        ids: N names.
-        given: (N,) or (N, C).
-        probabilities: (N, C).
-        classes: C names.
-        threshold: what counts as found; one for all classes, or (C,).
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema = pa.schema(
-        [
-            ("id", pa.string()),
-            ("given", pa.list_(pa.string())),
-            ("found", pa.list_(pa.string())),
-            ("probability", pa.list_(pa.float32())),
-        ]
-    )
-    with whole_file(path) as part, pq.ParquetWriter(part, schema) as writer:
-        for at in range(0, len(ids), LABEL_BATCH):
-            rows = slice(at, at + LABEL_BATCH)
-            columns: list[Any] = [ids[rows], label_names(given[rows], classes), [], []]
-            for row in probabilities[rows]:
-                order = row.argsort(descending=True)
-                kept = order[(row > threshold)[order]].tolist()
-                columns[2].append([classes[c] for c in kept])
-                columns[3].append([float(row[c]) for c in kept])
-            writer.write_table(pa.table(columns, schema=schema))

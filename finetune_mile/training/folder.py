@@ -150,18 +150,9 @@ def choose_folder(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return _choose_folder(options, name, requested, read)
-    from finetune_mile.training.processes import connect, from_first
+    from finetune_mile.training.processes import from_first
 
-    chosen: tuple[Path, bool] | Problem | None = None
-    if connect().is_main_process:
-        try:
-            chosen = _choose_folder(options, name, requested, read)
-        except Problem as problem:
-            chosen = problem
-    chosen = from_first(chosen)
-    if isinstance(chosen, tuple):
-        return chosen
-    raise chosen or AssertionError
+    return from_first(lambda: _choose_folder(options, name, requested, read))
 
 
 def _choose_folder(
@@ -221,7 +212,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
-        self._info: dict[str, Any] = {}
+        self.info: dict[str, Any] = {}  # what run.json holds
         self._started = time.monotonic()
 
     @classmethod
@@ -231,8 +222,8 @@ class RunFolder:
         recipe_yaml: str,
         *,
         overwrite: bool,
-        notes: Mapping[str, Callable[[], object]] | None = None,
-        facts: Callable[[], Mapping[str, object]] = dict,
+        notes: Mapping[str, object] | None = None,
+        facts: Mapping[str, object] | None = None,
     ) -> RunFolder:
         """Make the folder with its recipe, its notes and run.json: complete, or not there after a kill.
 
@@ -251,7 +242,7 @@ class RunFolder:
         with alone(part):
             run = cls(part)
             (part / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
-            run.complete(notes or {}, facts)
+            run.complete(notes or {}, facts or {})
             if path.is_dir() and any(path.iterdir()):
                 try:
                     _replace(path, part)
@@ -266,32 +257,27 @@ class RunFolder:
     def reopen(cls, path: Path) -> RunFolder:
         """A run that was made before."""
         run = cls(path)
-        run._info = read_info(path)
+        run.info = read_info(path)
         return run
 
-    def complete(self, notes: Mapping[str, Callable[[], object]], facts: Callable[[], Mapping[str, object]]) -> None:
+    def complete(self, notes: Mapping[str, object], facts: Mapping[str, object]) -> None:
         """Write the notes and the facts of run.json that are not there yet."""
         for name, content in notes.items():
             if not (self.path / name).is_file():
-                write_json(self.path / name, content())
-        if self._info | MADE_BY != self._info or "recipe_sha256" not in self._info:
+                write_json(self.path / name, content)
+        if self.info | MADE_BY != self.info or "recipe_sha256" not in self.info:
             tree = load_yaml_file(self.path / "recipe.yaml")
             began = datetime.now(UTC).isoformat(timespec="milliseconds")
-            known = {**MADE_BY, "began": began, "recipe_sha256": recipe_hash(tree), "recipe": tree, **facts()}
-            self.update(**({"status": "running"} | known | self._info))
+            known = {**MADE_BY, "began": began, "recipe_sha256": recipe_hash(tree), "recipe": tree, **facts}
+            self.update(**({"status": "running"} | known | self.info))
 
     def update(self, **facts: object) -> None:
         """Write facts into run.json; seconds go on from an earlier session."""
         now = time.monotonic()
-        self._info["seconds"] = round(self._info.get("seconds", 0.0) + now - self._started, 3)
+        self.info["seconds"] = round(self.info.get("seconds", 0.0) + now - self._started, 3)
         self._started = now
-        self._info |= facts
-        write_json(self.path / "run.json", self._info)
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """What run.json holds."""
-        return self._info
+        self.info |= facts
+        write_json(self.path / "run.json", self.info)
 
     def append(self, record: dict[str, object]) -> None:
         """One line of metrics.jsonl."""
@@ -396,7 +382,7 @@ def open_on_main(
     accelerator: Accelerator,
     path: Path,
     recipe: str,
-    notes: Mapping[str, Callable[[], object]],
+    notes: Mapping[str, object],
     facts: Mapping[str, object],
     *,
     resume: bool,
@@ -415,14 +401,12 @@ def open_on_main(
     """
     import torch
 
-    def every_fact() -> dict[str, object]:
-        here = {"world_size": accelerator.num_processes, "device": str(accelerator.device)}
-        return {**facts, **here, "threads": torch.get_num_threads(), **environment()}
-
     if accelerator.is_main_process:
+        here = {"world_size": accelerator.num_processes, "device": str(accelerator.device)}
+        facts = {**facts, **here, "threads": torch.get_num_threads(), **environment()}
         if resume:
             run = RunFolder.reopen(path)
-            run.complete(notes, every_fact)
+            run.complete(notes, facts)
             began, now = run.info["world_size"], accelerator.num_processes
             if began != now:
                 sys.stderr.write(
@@ -430,7 +414,7 @@ def open_on_main(
                     "another order, so the weights will differ in their last digits\n"
                 )
         else:
-            RunFolder.create(path, recipe, overwrite=overwrite, notes=notes, facts=every_fact)
+            RunFolder.create(path, recipe, overwrite=overwrite, notes=notes, facts=facts)
     accelerator.wait_for_everyone()
     return RunFolder.reopen(path)
 
@@ -445,14 +429,9 @@ def environment() -> dict[str, object]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    root = Path(__file__).resolve().parents[2]
+    root, commit = Path(__file__).resolve().parents[2], None
+    if (root / ".git").exists() and shutil.which("git") is not None:
+        ask = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+        commit = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=10).stdout.strip() or None
     started_in = str(Path.cwd())  # where relative paths of the recipe begin
-    return {"versions": versions, "git": _git_hash(root), "machine": platform.machine(), "started_in": started_in}
-
-
-def _git_hash(root: Path) -> str | None:
-    if not (root / ".git").exists() or shutil.which("git") is None:
-        return None
-    ask = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
-    found = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=10)
-    return found.stdout.strip() or None
+    return {"versions": versions, "git": commit, "machine": platform.machine(), "started_in": started_in}

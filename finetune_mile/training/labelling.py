@@ -21,8 +21,8 @@ from finetune_mile.images.order import Indices
 from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.roles import Roles, weights_hash
 from finetune_mile.learning.stores import Block, LabelStore, encode
-from finetune_mile.training.device import Device
 from finetune_mile.training.folder import remove_written
+from finetune_mile.training.processes import Device
 from finetune_mile.training.task import Task
 
 BLOCK = 32768  # images whose logits are held at a time: 131 MB with 1,000 classes

@@ -7,12 +7,11 @@ import math
 import shlex
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
@@ -22,14 +21,15 @@ from finetune_mile.learning.losses import given_matrix
 from finetune_mile.learning.phases import Decision, Phase
 from finetune_mile.learning.roles import copy_into, snapshot, tensors_of
 from finetune_mile.measures.guards import RATES, LabelReport, LossAlarm, guard, inspect_labels
+from finetune_mile.measures.predictions import pick_probe
 from finetune_mile.training import resume
-from finetune_mile.training.device import Device
 from finetune_mile.training.display import Display
 from finetune_mile.training.folder import RunFolder, alone
 from finetune_mile.training.plan import Plan, learner_role
-from finetune_mile.training.processes import Signals, Stopped, stop_together
-from finetune_mile.training.task import Task, evaluate, on_probe_images
+from finetune_mile.training.processes import Device, Signals, Stopped, stop_together
+from finetune_mile.training.task import Task, evaluate, on_training_images
 
+PROBE_IMAGES = 1000  # labelled images on which the labels of each teacher are compared with those of the one before
 CHOSEN_BY = ("accuracy", "map", "f1@0.5")  # the score that `patience` watches: the first of these that there is
 
 
@@ -37,25 +37,36 @@ class Enough(Exception):
     """Raised by an evaluation to end the training early, after this many steps."""
 
 
-def recorded(
-    accelerator: Accelerator, folder: RunFolder, signals: Signals, work: Callable[[], dict[str, object]],
-    *, keep_checkpoints: bool,
-) -> int:  # fmt: skip
-    """Do a run's work, which returns facts for run.json, with its status kept there; returns the exit code.
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    code: int = 0  # to exit with
+
+
+@contextlib.contextmanager
+def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool) -> Iterator[Outcome]:
+    """Keep the status of a run in run.json while it works; one that was told to stop ends here.
 
     Without `keep_checkpoints` those of a finished run are removed, as the last thing.
     """
-    main = accelerator.is_main_process
-    record = folder.update if main else _nobody
+    accelerator, signals, outcome = device.accelerator, device.signals, Outcome()
+    main, again = accelerator.is_main_process, f"--resume {shlex.quote(str(folder.path))}"
+
+    def record(**facts: object) -> None:
+        if main:
+            folder.update(**facts)
+
     with alone(folder.path) if main else contextlib.nullcontext():
         try:
             record(status="running")
-            facts = work()
-            record(status="finished", **facts)
+            yield outcome
+            record(status="finished")
         except Stopped as stopped:
             record(status="stopped", signal=str(stopped))
-            accelerator.print(f"stopped; continue with --resume {shlex.quote(str(folder.path))}")
-            return 128 + stopped.signum
+            accelerator.print(f"stopped; continue with {again}")
+            outcome.code = 128 + stopped.signum
+            return
         except BaseException as error:
             words = str(error) if isinstance(error, Problem) else repr(error)
             if signals.caught is None:
@@ -63,48 +74,36 @@ def recorded(
                 raise
             # Told to stop, and something broke on the way: another process left first, or a second Ctrl-C came.
             record(status="stopped", signal=signal.Signals(signals.caught).name, error=words)
-            again = f"--resume {shlex.quote(str(folder.path))}"
             accelerator.print(f"stopped ({words}); continue from the last checkpoint with {again}")
-            return 128 + signals.caught
+            outcome.code = 128 + signals.caught
+            return
         if main and not keep_checkpoints:
             folder.prune(0)
     accelerator.end_training()
-    return 0
 
 
-def _nobody(**facts: object) -> None:
-    """Other processes than the first record nothing."""
-    del facts
-
-
+@dataclass(kw_only=True)
 class Monitor:
-    """Records, saves and guards the steps of a loop, and stops it when it is asked to."""
+    """Records, saves and guards the steps of a loop, and stops it when it is asked to.
 
-    def __init__(
-        self, loop: Loop, plan: Plan, folder: RunFolder, display: Display, signals: Signals, *,
-        log_every: int, checkpoint_every: int, advice: str, kept: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        """Start at the step that the loop was restored to.
+    It starts at the step that the loop was restored to.
+    """
 
-        Args:
-            loop: what is monitored.
-            plan: its phases.
-            folder: where records and checkpoints go.
-            display: where the user looks.
-            signals: whether to stop.
-            log_every: steps between metrics.
-            checkpoint_every: steps between checkpoints.
-            advice: what to type where the loss is not finite.
-            kept: goes into every checkpoint.
-        """
-        self.loop, self.plan, self.folder, self.display, self.signals = loop, plan, folder, display, signals
-        self.accelerator = loop.accelerator
-        self.log_every, self.checkpoint_every, self.advice = log_every, checkpoint_every, advice
-        self.kept = kept or {}
-        self.saved_step = -1
-        self.images_seen, self.steps_seen, self.busy_seconds = 0, 0, 0.0
-        self._window: list[StepRecord] = []
-        self._mark = time.monotonic()
+    loop: Loop
+    plan: Plan
+    folder: RunFolder  # where records and checkpoints go
+    display: Display
+    signals: Signals  # whether to stop
+    log_every: int  # steps between metrics
+    checkpoint_every: int  # steps between checkpoints
+    advice: str  # what to type where the loss is not finite
+    kept: Mapping[str, Any] = field(default_factory=dict)  # goes into every checkpoint
+    saved_step: int = field(default=-1, init=False)
+    images_seen: int = field(default=0, init=False)
+    steps_seen: int = field(default=0, init=False)
+    busy_seconds: float = field(default=0.0, init=False)
+    _window: list[StepRecord] = field(default_factory=list, init=False)
+    _mark: float = field(default_factory=time.monotonic, init=False)
 
     def on_step(self, record: StepRecord) -> None:
         self._window.append(record)
@@ -115,7 +114,7 @@ class Monitor:
         if save:
             self.save(record.step)
         try:
-            stop_together(self.accelerator, self.signals, record.step)
+            stop_together(self.loop.accelerator, self.signals, record.step)
             if evaluate:
                 self.evaluate(record.step, record.phase, ended=record.ended)
                 self._mark = time.monotonic()
@@ -133,20 +132,20 @@ class Monitor:
     def evaluate(self, step: int, phase: Phase, *, ended: bool) -> None:
         """Look at the learner after a step; nothing here."""
 
-    def extra(self) -> dict[str, Any]:
+    def extra(self) -> Mapping[str, Any]:
         """What a checkpoint keeps beside the loop."""
         return self.kept
 
     def save(self, step: int) -> None:
-        resume.write(self.folder, self.accelerator, step, self.loop.state_dict() | {"extra": self.extra()})
+        resume.write(self.folder, self.loop.accelerator, step, self.loop.state_dict() | {"extra": self.extra()})
         self.saved_step = step
 
     def on_decision(self, step: int, decision: Decision) -> None:
         """Record and say what the method decided for the next phase."""
-        if self.accelerator.is_main_process:
+        if self.loop.accelerator.is_main_process:
             self.folder.append({"step": step, "kind": "gate", **decision.record})
         numbers = {f"gate/{k}": float(v) for k, v in decision.record.items() if k != "generation"}
-        self.accelerator.log(numbers, step=step)
+        self.loop.accelerator.log(numbers, step=step)
         self.display.say(decision.sentence)
         if decision.warning is not None:
             self.display.warn(decision.warning)
@@ -155,12 +154,10 @@ class Monitor:
     def _flush(self, record: StepRecord) -> None:
         """Average the window, over all processes, into one line."""
         window, self._window = self._window, []
-        world = self.accelerator.num_processes
-        counted = [r for r in window if r.labels is not None]
-        loss_sum = torch.stack([r.loss for r in window]).sum().unsqueeze(0)
-        labels = [r.labels for r in counted if r.labels is not None]
-        label_sums = torch.stack(labels).sum(0) if labels else loss_sum.new_zeros(3)
-        totals = self.accelerator.reduce(torch.cat([loss_sum, label_sums]), reduction="sum").tolist()
+        world = self.loop.accelerator.num_processes
+        counted = [r for r in window if r.phase.name == "imitation"]
+        sums = torch.stack([r.loss for r in window]).sum().unsqueeze(0), torch.stack([r.labels for r in window]).sum(0)
+        totals = self.loop.accelerator.reduce(torch.cat(sums), reduction="sum").tolist()
         loss = totals[0] / (len(window) * world)
         if not math.isfinite(loss):
             raise Failed(
@@ -179,41 +176,34 @@ class Monitor:
             "generation": record.phase.generation, "loss": loss, "rate": record.share,
             "images_per_second": round(speed, 1),
         }  # fmt: skip
-        labels_per_image = None
+        everyone, labels = sum(r.images for r in counted) * world, None
         if counted:
-            everyone = sum(r.images for r in counted) * world
             names = ("labels_per_image", "empty_share", "given_per_image")
             line |= {name: total / everyone for name, total in zip(names, totals[1:], strict=True)}
-            labels_per_image = totals[1] / everyone
-        if self.accelerator.is_main_process:
+            labels = totals[1] / everyone
+        if self.loop.accelerator.is_main_process:
             self.folder.append(line)
-        tracked = {"loss": loss, "rate": record.share, "generation": record.phase.generation}
-        tracked |= {} if labels_per_image is None else {"labels_per_image": labels_per_image}
-        self.accelerator.log({f"train/{key}": value for key, value in tracked.items()}, step=record.step)
+        tracked = {key: line[key] for key in ("loss", "rate", "generation", "labels_per_image") if key in line}
+        self.loop.accelerator.log({f"train/{key}": value for key, value in tracked.items()}, step=record.step)
         self.display.step(record.step, record.phase.name, record.phase.generation, speed, loss)
-        self.judge(record, loss, steps=len(window), labels=labels_per_image)
+        self.judge(record, loss, steps=len(window), labels=labels)
 
     def judge(self, record: StepRecord, loss: float, *, steps: int, labels: float | None) -> None:
         """Look at the mean loss of the last steps; nothing here."""
 
 
+@dataclass(kw_only=True)
 class LabelMonitor(Monitor):
     """Also evaluates the learner at the end of phases, and inspects the labels that a new teacher gives."""
 
-    def __init__(
-        self, task: Task, device: Device, loop: Loop, folder: RunFolder, display: Display, alarm: LossAlarm
-    ) -> None:
-        recipe, plan = task.recipe, task.plan
-        super().__init__(
-            loop, plan, folder, display, device.signals, log_every=recipe.log_every,
-            checkpoint_every=recipe.checkpoint_every, advice=alarm.advice,
-        )  # fmt: skip
-        self.task, self.device, self.alarm = task, device, alarm
-        self.evaluate_every = None if recipe.evaluate.every is None else plan.steps(recipe.evaluate.every)
-        self.probe_labels: Tensor | None = None
-        self.label_report: LabelReport | None = None
-        self.best: dict[str, Any] | None = None  # with `patience`: score, step, weights, evaluations since then
-        self.chosen: dict[str, float] = {}  # for results.json
+    task: Task
+    device: Device
+    alarm: LossAlarm
+    probe_labels: Tensor | None = field(default=None, init=False)
+    label_report: LabelReport | None = field(default=None, init=False)
+    # With `patience`: score, step, weights, evaluations since then.
+    best: dict[str, Any] | None = field(default=None, init=False)
+    chosen: dict[str, float] = field(default_factory=dict, init=False)  # for results.json
 
     def extra(self) -> dict[str, Any]:
         report = None if self.label_report is None else asdict(self.label_report)
@@ -233,16 +223,17 @@ class LabelMonitor(Monitor):
             self.evaluate(step, phase, ended=ended)
 
     def evaluation_due(self, step: int, *, ended: bool) -> bool:
-        if self.task.recipe.evaluate.images == 0:
+        settings = self.task.recipe.evaluate
+        if settings.images == 0:
             return False
-        if step == self.plan.total_steps or (ended and self.task.recipe.evaluate.phases):
+        if step == self.plan.total_steps or (ended and settings.phases):
             return True
-        return self.evaluate_every is not None and step % self.evaluate_every == 0
+        return settings.every is not None and step % self.plan.steps(settings.every) == 0
 
     def evaluate(self, step: int, phase: Phase, *, ended: bool) -> None:
         """Scores of the learner, and a new teacher's labels; both go into metrics.jsonl."""
         self.loop.agree()
-        scores = evaluate(self.task, self.device, self.loop.roles.learner, self.task.recipe.evaluate.images)
+        scores = evaluate(self.task, self.device, self.loop.roles.learner)
         report = self._inspect_labels(phase) if ended else None
         role = learner_role(phase)
         record: dict[str, object] = {
@@ -251,9 +242,9 @@ class LabelMonitor(Monitor):
         }  # fmt: skip
         if report is not None:
             record["labels"] = asdict(report)
-        if self.accelerator.is_main_process:
+        if self.loop.accelerator.is_main_process:
             self.folder.append(record)
-        self.accelerator.log({f"{role}/{k}": v for k, v in scores.items()}, step=step)
+        self.loop.accelerator.log({f"{role}/{k}": v for k, v in scores.items()}, step=step)
         if self.task.recipe.patience is not None and role == learner_role(self.plan.phases[-1]):
             self._judge_progress(step, scores, self.task.recipe.patience)
 
@@ -286,7 +277,9 @@ class LabelMonitor(Monitor):
         imitation = next((p for p in self.plan.phases if p.name == "imitation"), None)
         if "teacher" not in phase.becomes or imitation is None or not method.guarded:
             return None
-        logits, labels = on_probe_images(self.task, self.device, self.loop.roles.learner)
+        labelled = self.task.pools.indices["labelled"]
+        compared = labelled[pick_probe(len(labelled), PROBE_IMAGES).numpy()]  # the same in every generation
+        logits, labels = on_training_images(self.task, self.device, self.loop.roles.learner, compared)
         given = given_matrix(labels, num_classes)
         targets = method.targets(imitation, logits)
         targets = torch.maximum(targets, given) if imitation.union else targets

@@ -31,13 +31,13 @@ from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import VAL_SHARE, Pools, read_cards
 from finetune_mile.learning.loop import Loop, StepRecord
 from finetune_mile.learning.phases import Decision, Phase
-from finetune_mile.training.device import Device
 from finetune_mile.training.display import Display, duration
 from finetune_mile.training.folder import KEPT_CHECKPOINTS, RunFolder
 from finetune_mile.training.memory import Need, advise, copies, need_of, numbers_in
+from finetune_mile.training.monitor import PROBE_IMAGES
 from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, trial_steps, unintended
-from finetune_mile.training.processes import Signals, computing
-from finetune_mile.training.task import PROBE_IMAGES, Model, Task, set_up
+from finetune_mile.training.processes import Device, Signals, computing
+from finetune_mile.training.task import Model, Task, set_up
 from finetune_mile.training.train import make_loop
 
 # Scheme of --data: training images, validation images, classes.

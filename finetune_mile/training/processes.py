@@ -1,4 +1,4 @@
-"""Processes: how they start, stop together, and whether they agree; Accelerate's traps are avoided or said aloud."""
+"""Processes: how they start, stop together, and whether they agree; and the device on which they compute."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import FrameType
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object, set_seed
 from accelerate.utils.environment import parse_flag_from_env
-from torch import nn
+from torch import Tensor, nn
 
+from finetune_mile.compute.passes import Outputs, outputs_of
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.cores import local_processes, usable_cores
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import Failed, Problem
+from finetune_mile.core.types import Preprocess
+from finetune_mile.images.order import Indices
+from finetune_mile.images.pipeline import Readers, Views, normalise
+from finetune_mile.learning.probe import SMALL
 
 Precision = Literal["no", "tf32", "fp16", "bf16"]
 SAME_SIGNAL = 1.0  # seconds
@@ -65,15 +72,22 @@ def connect() -> PartialState:
     return processes
 
 
-def from_first(value: Value) -> Value:
-    """What the first process passes here, on every process."""
-    connect()
-    box = [value]
+def from_first(work: Callable[[], Value]) -> Value:
+    """What some work of the first process gives, on every process; a `Problem` there is raised on all of them."""
+    box: list[Any] = [None]
+    if connect().is_main_process:
+        try:
+            box = [work()]
+        except Problem as problem:
+            box = [problem]
     broadcast_object_list(box)
-    return box[0]
+    if isinstance(box[0], Problem):
+        raise box[0]
+    value: Value = box[0]
+    return value
 
 
-def start(*, precision: Precision, seed: int, track: str, project: str, broadcast_buffers: bool = True) -> Accelerator:
+def start(*, precision: str, seed: int, track: str, project: str, broadcast_buffers: bool = True) -> Accelerator:
     """An accelerator that is what the user asked for, or a `Problem` with the command to use.
 
     Args:
@@ -155,13 +169,12 @@ def use_threads() -> int:
     return torch.get_num_threads()
 
 
-def on_device(recipe: Recipe) -> tuple[Recipe, Precision]:
-    """A recipe with precision and switches spelled out for the device of this process; and that precision."""
+def on_device(recipe: Recipe) -> Recipe:
+    """A recipe with precision and switches spelled out for the device of this process."""
     gpu = uses_gpu()
     chosen = {"channels_last": gpu, "cudnn_benchmark": gpu and not recipe.deterministic, "fused_optimizer": gpu}
     update: dict[str, object] = {name: value for name, value in chosen.items() if getattr(recipe, name) == "auto"}
-    precision = wanted_precision(recipe.precision)
-    return recipe.model_copy(update=update | {"precision": precision}), precision
+    return recipe.model_copy(update=update | {"precision": wanted_precision(recipe.precision)})
 
 
 @contextlib.contextmanager
@@ -256,6 +269,56 @@ def stop_together(accelerator: Accelerator, signals: Signals, step: int) -> None
             return  # a signal since then waits for the next look
         signals.stop(caught)
     signals.raise_if_caught()
+
+
+@dataclass(slots=True, kw_only=True)
+class Device:
+    """Where networks compute."""
+
+    accelerator: Accelerator
+    signals: Signals
+    batch_size: int  # of a pass without learning, over all processes
+    workers: int  # loader processes of this process
+    layout: torch.memory_format = torch.contiguous_format  # of a network's input
+    step_work: int = SMALL  # multiplications of one operation of a step; of a network of images: enough for all threads
+    _scales: dict[tuple[float, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+    readers: Readers = field(init=False)  # the loader processes of evaluation and labelling
+
+    def __post_init__(self) -> None:
+        share = max(self.batch_size // self.accelerator.num_processes, 1)
+        self.readers = Readers(workers=self.workers, pin=self.pin, batch_size=share)
+
+    def prepare(self, images: Tensor, preprocess: Preprocess) -> Tensor:
+        """uint8 images (B, 3, H, W) to a network's input, on the device; feature rows (B, D) are only moved there."""
+        device = self.accelerator.device
+        if images.dtype != torch.uint8:
+            return images.to(device, non_blocking=True)
+        key = (*preprocess.mean, *preprocess.std)
+        if key not in self._scales:  # once: a copy from the host in each step would wait for the device
+            mean, std = (torch.tensor(v).view(3, 1, 1).to(device) for v in (preprocess.mean, preprocess.std))
+            self._scales[key] = mean, std
+        return normalise(images.to(device, non_blocking=True, memory_format=self.layout), *self._scales[key])
+
+    @property
+    def pin(self) -> bool:
+        """Do batches come in memory that a GPU copies from while it computes?"""
+        return bool(self.accelerator.device.type == "cuda")
+
+    def tick(self) -> None:
+        """Between batches outside of training: stop, where no other process waits for this one."""
+        if self.accelerator.num_processes == 1:
+            self.signals.raise_if_caught()
+
+    def outputs(
+        self, network: nn.Module, views: Views, indices: Indices, tick: Callable[[], None] | None = None
+    ) -> Outputs:
+        """A bare network's outputs (n, C) for some images; all processes call it."""
+        prepare = partial(self.prepare, preprocess=views.preprocess)
+        outputs = outputs_of(self.accelerator, network, views, indices, prepare, self.readers, tick or self.tick)
+        stop_together(self.accelerator, self.signals, 0)
+        if bool(outputs.rows[outputs.readable].isnan().all(1).any()):
+            raise Failed("the network's outputs are not numbers any more; lower --lr, or set optimizer.clip")
+        return outputs
 
 
 def weight_spread(network: nn.Module) -> float:

@@ -38,13 +38,12 @@ from finetune_mile.measures.advice import against, interval, recommended, say_me
 from finetune_mile.measures.probing import doubtful, floor, measure_of, probe, scored
 from finetune_mile.networks.heads import get_head, set_head
 from finetune_mile.pages.report import data_url, png_of, write_page
-from finetune_mile.training.device import Device
 from finetune_mile.training.display import duration
 from finetune_mile.training.embedding import Embedding
 from finetune_mile.training.features import on_features
 from finetune_mile.training.folder import RunFolder
 from finetune_mile.training.minutes import Clock, say_choice, train_in_time
-from finetune_mile.training.processes import Signals
+from finetune_mile.training.processes import Device, Signals
 from finetune_mile.training.start import start_head
 from finetune_mile.training.task import Model, Task, set_up
 from finetune_mile.training.train import train_phases

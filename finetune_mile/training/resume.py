@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem
 from finetune_mile.learning.loop import Loop
 from finetune_mile.training.folder import RunFolder
+from finetune_mile.training.processes import from_first
 
 
 def random_states(accelerator: Accelerator) -> dict[str, Any]:
@@ -91,20 +91,15 @@ def load_latest(folder: RunFolder, warn: Callable[[str], object]) -> dict[str, A
 
 def load_together(folder: RunFolder, accelerator: Accelerator) -> dict[str, Any] | None:
     """`load_latest` on all processes: the first one chooses, so that none starts from another step."""
-    chosen: list[Any] = [None]
     content: dict[str, Any] | None = None
-    if accelerator.is_main_process:
-        try:
-            content = load_latest(folder, lambda sentence: sys.stderr.write(f"warning: {sentence}\n"))
-            chosen = [None if content is None else content["step"]]
-        except Problem as problem:
-            chosen = [problem.sentences]
-    broadcast_object_list(chosen)
-    if isinstance(chosen[0], tuple):
-        raise Problem(*chosen[0])
-    if chosen[0] is None or content is not None:
-        return content
-    return _read(folder.checkpoint_path(chosen[0]), None)
+
+    def choose() -> int | None:
+        nonlocal content
+        content = load_latest(folder, lambda sentence: sys.stderr.write(f"warning: {sentence}\n"))
+        return None if content is None else content["step"]
+
+    step = from_first(choose)
+    return content if step is None or accelerator.is_main_process else _read(folder.checkpoint_path(step), None)
 
 
 class _Damaged(Exception):

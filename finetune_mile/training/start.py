@@ -1,42 +1,53 @@
-"""The two ends of fine-tuning: a probe as the first classifier, and weights between the first and the last ones.
+"""The start of fine-tuning: a linear probe as the first classifier, and the scores that a run must beat.
 
-A probe and the nearest neighbours of a checkpoint's features are the two lines that a run must beat.
+These are those of a probe and of the nearest neighbours of the checkpoint's features; start.json keeps them.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Mapping
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast, broadcast_object_list
+from accelerate.utils import broadcast
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.init import parse_init
 from finetune_mile.checkpoints.loading import load_network
 from finetune_mile.compute.passes import Outputs, show
+from finetune_mile.core.files import write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.order import Indices
 from finetune_mile.images.splits import one_label_each, stratified
 from finetune_mile.learning.losses import given_matrix
-from finetune_mile.learning.probe import fit_probe, neighbour_votes
-from finetune_mile.learning.roles import tensors_of
+from finetune_mile.learning.probe import Probe, fit_probe, neighbour_votes
 from finetune_mile.measures.intervals import map_interval
 from finetune_mile.measures.metrics import hits, top_k
-from finetune_mile.measures.verdicts import score_of, units, with_edges
+from finetune_mile.measures.verdicts import SCORES, score_of, units, with_edges
 from finetune_mile.networks.heads import Features, StandardisedLinear, get_head, set_head
 from finetune_mile.networks.parts import split_head
-from finetune_mile.training.device import Device
-from finetune_mile.training.features import Store, embed, full_name, stored
+from finetune_mile.training.features import FeatureSet, Store, embed, full_name, stored
+from finetune_mile.training.folder import OWN_SIZE, START, RunFolder
 from finetune_mile.training.plan import HELD_OUT, has_trial, trial_steps
+from finetune_mile.training.processes import Device, from_first
 from finetune_mile.training.task import Model, Task, on_training_images
 
 MOST_PROBE_IMAGES = 20_000  # of a probe; more would hardly move it
 MOST_PROBE_LABELS = 2_000_000  # images times classes of a probe that is only shown: seconds
 REPORT_SHARE = 20  # a run must be so many times as long as the passes that are only for its report
 OWN_SIZE_SHARE = 5  # or so many times, as a probe at the checkpoint's own image size
+
+
+def start_classifier(task: Task, model: Model, device: Device, folder: RunFolder) -> None:
+    """Fit the first classifier where the recipe asks for it; and write the scores that a run must beat."""
+    recipe, new, lines = task.recipe, not folder.saved(), None
+    if recipe.head_init == "probe":
+        if not isinstance(get_head(model.learner), StandardisedLinear):  # else it was fitted before
+            lines = start_head(task, device, model.learner, fit=new)
+    elif new and recipe.init != "none":
+        lines = scores_to_beat(task, model, device)
+    if lines is not None and device.accelerator.is_main_process:
+        write_json(folder.path / START, folder.start() | lines)
 
 
 def start_head(task: Task, device: Device, network: nn.Module, *, fit: bool) -> dict[str, object] | None:
@@ -56,8 +67,7 @@ def start_head(task: Task, device: Device, network: nn.Module, *, fit: bool) -> 
     if fit:
         network.to(accelerator.device)
         features, given = on_training_images(task, device, Features(network), _labelled(task))
-        targets = given_matrix(given, task.num_classes)
-        probe = fit_probe(features, targets, task.recipe.activation, seed=task.recipe.seed)
+        probe = _fit(task, features, given)
         with torch.no_grad():
             for name in ("mean", "scale", "weight", "bias"):
                 getattr(head, name).copy_(getattr(probe, name))
@@ -77,66 +87,82 @@ def scores_to_beat(task: Task, model: Model, device: Device) -> dict[str, object
     None where the features are not kept on disk and cost more than a twentieth of the run, or where the probe has very
     many classes.
     """
-    network, accelerator, recipe = model.learner, device.accelerator, task.recipe
-    labelled, images = _labelled(task), np.arange(len(task.data.val))
-    if recipe.evaluate.images == 0 or len(labelled) * task.num_classes > MOST_PROBE_LABELS:
+    network, main, recipe = model.learner, device.accelerator.is_main_process, task.recipe
+    labelled, store = _labelled(task), None
+    if _not_shown(task, labelled):
         return None
-    network.to(accelerator.device)
-    stores: list[Store | None] = [None]
+    network.to(device.accelerator.device)
     on_rows = recipe.trunk == "frozen"  # the task's images are features already
-    if not on_rows and accelerator.is_main_process:
-        trunk = split_head(network)[0]
-        stores = [stored(task.data, task.preprocess, trunk, full_name(model.report), labelled)]
-    store = broadcast_object_list(stores)[0]
+    if not on_rows:
+        wanted = FeatureSet(
+            data=task.data, network=split_head(network)[0], arch=full_name(model.report), preprocess=task.preprocess
+        )
+        store = from_first(lambda: stored(wanted, labelled))
     if store is not None:
         bank, given, queries = _kept(task, store, labelled)
-    elif on_rows or REPORT_SHARE * (len(labelled) + len(images)) <= 3 * (recipe.steps or 0) * recipe.batch_size:
+    elif on_rows or REPORT_SHARE * (len(labelled) + len(task.data.val)) <= 3 * (recipe.steps or 0) * recipe.batch_size:
         bank, given = on_training_images(task, device, Features(network), labelled)
         queries = _queries(task, device, network)
     else:
         return None
-    probe = fit_probe(bank, given_matrix(given, task.num_classes), recipe.activation, seed=recipe.seed)
-    return _lines(task, bank, given, queries, probe.logits(queries.rows), main=accelerator.is_main_process)
+    return _lines(task, bank, given, queries, _fit(task, bank, given).logits(queries.rows), main=main)
 
 
-def own_size_scores(task: Task, device: Device, own: int) -> dict[str, object] | None:
-    """Scores of a linear probe at the checkpoint's `own` image size, for a run at a smaller one; all processes call it.
+def compare_sizes(task: Task, model: Model, device: Device, folder: RunFolder) -> None:
+    """At the start of a run below the checkpoint's own image size: what a linear probe at that size reaches.
 
-    None where the features are not kept on disk and cost more than a fifth of the run.
+    Left out where the features are not kept on disk and cost more than a fifth of the run. All processes call it.
     """
-    recipe, size = task.recipe, task.preprocess.size
+    recipe, size, own, main = task.recipe, task.preprocess.size, model.own_size, device.accelerator.is_main_process
+    if recipe.init == "none" or own is None or size >= own or folder.saved() or OWN_SIZE in folder.start():
+        return
     labelled, images = _labelled(task), np.arange(len(task.data.val))
-    if recipe.evaluate.images == 0 or len(labelled) * task.num_classes > MOST_PROBE_LABELS:
-        return None
+    if _not_shown(task, labelled):
+        return
     network, _, report = load_network(
         parse_init(recipe.init), arch=recipe.arch, num_classes=task.num_classes, head_bias=recipe.head_bias
     )
-    larger = task.preprocess.model_copy(update={"size": own})
-    trunk = split_head(network)[0].to(device.accelerator.device)
-    stores: list[Store | None] = [None]
-    if device.accelerator.is_main_process:
-        stores = [stored(task.data, larger, trunk, full_name(report), labelled)]
-    store = broadcast_object_list(stores)[0]
-    cost = OWN_SIZE_SHARE * (len(labelled) + len(images)) * (own / size) ** 2
-    steps = task.plan.total_steps
-    steps += trial_steps(steps, 1 - HELD_OUT) if has_trial(recipe, len(labelled)) else 0
-    if store is None and (recipe.trunk == "frozen" or cost > 3 * steps * recipe.batch_size):
-        return None
+    wanted = FeatureSet(
+        data=task.data, network=split_head(network)[0].to(device.accelerator.device), arch=full_name(report),
+        preprocess=task.preprocess.model_copy(update={"size": own}), dtype=recipe.feature_dtype,
+    )  # fmt: skip
+    store = from_first(lambda: stored(wanted, labelled))
     if store is None:
+        cost = OWN_SIZE_SHARE * (len(labelled) + len(images)) * (own / size) ** 2
+        steps = task.plan.total_steps
+        steps += trial_steps(steps, 1 - HELD_OUT) if has_trial(recipe, len(labelled)) else 0
+        if recipe.trunk == "frozen" or cost > 3 * steps * recipe.batch_size:
+            return
+        about = {"init": recipe.init, "data": recipe.data}
         try:
-            store = embed(
-                device, task.data, larger, trunk, arch=full_name(report), dtype=recipe.feature_dtype, mixed=False,
-                about={"init": recipe.init, "data": recipe.data}, rows={"train": labelled, "val": images},
-            )  # fmt: skip
+            store = embed(device, wanted, about=about, rows={"train": labelled, "val": images})
         except Problem as problem:  # the run itself does not need them
-            sys.stderr.write(f"warning: no probe at {own} pixels: {problem}\n")
-            return None
+            if main:
+                sys.stderr.write(f"warning: no probe at {own} pixels: {problem}\n")
+            return
     bank, given, queries = _kept(task, store, labelled)
-    probe = fit_probe(bank, given_matrix(given, task.num_classes), recipe.activation, seed=recipe.seed)
-    logits = Outputs(probe.logits(queries.rows), queries.readable)
+    logits = Outputs(_fit(task, bank, given).logits(queries.rows), queries.readable)
     scores, measured = task.scores(logits, torch.from_numpy(images), intervals=True)
     key = score_of(scores)
-    return None if key is None else {"size": own} | with_edges(scores, key) | units(measured)
+    if key is None or not main:
+        return
+    lines = {"size": own} | with_edges(scores, key) | units(measured)
+    write_json(folder.path / START, folder.start() | {OWN_SIZE: lines})
+    sys.stderr.write(
+        f"size    to beat: a linear probe at the checkpoint's own {own} pixels has {scores[key]:.1f} % "
+        f"{SCORES[key]}; this run shows images at {size} pixels\n"
+    )
+
+
+def _not_shown(task: Task, labelled: Indices) -> bool:
+    """Is a probe of these images not computed for the report: is nothing scored, or does it have too many labels?"""
+    return task.recipe.evaluate.images == 0 or len(labelled) * task.num_classes > MOST_PROBE_LABELS
+
+
+def _fit(task: Task, features: Tensor, given: Tensor) -> Probe:
+    """A linear probe of features (n, D) and their labels."""
+    targets = given_matrix(given, task.num_classes)
+    return fit_probe(features, targets, task.recipe.activation, seed=task.recipe.seed)
 
 
 def _kept(task: Task, store: Store, labelled: Indices) -> tuple[Tensor, Tensor, Outputs]:
@@ -185,13 +211,3 @@ def _lines(
             scored = map_interval(votes[known], measured.truth[known])
             lines |= dict(zip(("knn_map", "knn_map_low", "knn_map_high"), scored, strict=True))
     return lines
-
-
-def between(learner: nn.Module, first: Mapping[str, Tensor], share: float) -> nn.Module:
-    """A copy of the learner whose weights lie between the first ones (share 0) and its own (share 1)."""
-    mixed = copy.deepcopy(learner)
-    with torch.no_grad():
-        for name, tensor in tensors_of(mixed).items():
-            if tensor.is_floating_point():
-                tensor.lerp_(first[name], 1 - share)
-    return mixed

@@ -47,11 +47,9 @@ from finetune_mile.networks.parts import (
 )
 from finetune_mile.networks.resnets import ResNet
 from finetune_mile.networks.vits import join_options, split_options
-from finetune_mile.training.device import Device
 from finetune_mile.training.plan import Plan, auto_rate, labelled_per_batch, make_plan
-from finetune_mile.training.processes import Signals, on_device, start
+from finetune_mile.training.processes import Device, Signals, on_device, start
 
-PROBE_IMAGES = 1000
 POOLS: tuple[Pool, ...] = ("labelled", "unlabelled", "all")
 
 
@@ -132,11 +130,12 @@ class Task:
         mixup, cutmix = self.recipe.augment.mixup, self.recipe.augment.cutmix
         return partial(draw_mix, self.recipe.seed, mixup=mixup, cutmix=cutmix) if mixup or cutmix else None
 
-    def rate(self, step: int) -> float:
-        """The share of the base learning rate that step `step` (from 0) is taken with."""
+    @property
+    def rate(self) -> Callable[[int], float]:
+        """The share of the base learning rate that a step (from 0) is taken with."""
         settings, plan = self.recipe.optimizer, self.plan
-        return rate_at(
-            step, total_steps=plan.total_steps, schedule=settings.schedule, warmup=plan.steps(settings.warmup),
+        return partial(
+            rate_at, total_steps=plan.total_steps, schedule=settings.schedule, warmup=plan.steps(settings.warmup),
             milestones=tuple(plan.steps(m) for m in settings.milestones), gamma=settings.gamma,
             restart=plan.steps(settings.restart or 0),
         )  # fmt: skip
@@ -203,10 +202,10 @@ def feed(task: Task, device: Device, pool: Pool, first_step: int) -> Iterator[Ba
     return batches(views, keys, workers=device.workers, pin=device.pin)
 
 
-def evaluate(task: Task, device: Device, network: nn.Module, limit: int | None) -> dict[str, float]:
-    """Scores on the validation images: on all, or on `limit` of them."""
+def evaluate(task: Task, device: Device, network: nn.Module) -> dict[str, float]:
+    """Scores on the validation images, or on as many of them as the recipe asks for."""
     count = len(task.data.val)
-    picked = pick_probe(count, limit or count)
+    picked = pick_probe(count, task.recipe.evaluate.images or count)
     return task.scores(device.outputs(network, task.views("val"), picked.numpy()), picked)[0]
 
 
@@ -216,17 +215,6 @@ def on_training_images(task: Task, device: Device, network: nn.Module, picked: I
     return rows[good], task.pools.images.given[torch.from_numpy(picked)][good]
 
 
-def on_probe_images(task: Task, device: Device, network: nn.Module) -> tuple[Tensor, Tensor]:
-    """Logits and given labels of the labelled training images that every generation is compared on."""
-    labelled = task.pools.indices["labelled"]
-    return on_training_images(task, device, network, labelled[pick_probe(len(labelled), PROBE_IMAGES).numpy()])
-
-
-def on_held_out(task: Task, device: Device, network: nn.Module) -> tuple[Tensor, Tensor]:
-    """Logits and given labels of the training images that are held out."""
-    return on_training_images(task, device, network, task.pools.calibration)
-
-
 def set_up(
     recipe: Recipe, init: Init, teacher_init: Init | None, path: Path, signals: Signals, data: Data | None = None
 ) -> tuple[Task, Model, Device]:
@@ -234,9 +222,9 @@ def set_up(
 
     `data`: the images of the recipe, where they are open already.
     """
-    requested, (recipe, precision) = recipe, on_device(recipe)
+    requested, recipe = recipe, on_device(recipe)
     accelerator = start(
-        precision=precision, seed=recipe.seed, track=recipe.track, project=str(path), broadcast_buffers=False
+        precision=recipe.precision, seed=recipe.seed, track=recipe.track, project=str(path), broadcast_buffers=False
     )
     _check_parts(recipe, accelerator)
     data, pools, plan = lay_out(recipe, data)

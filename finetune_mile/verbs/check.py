@@ -97,7 +97,8 @@ def main(argv: list[str]) -> int:
     with Signals() as signals:
         try:
             checks = check_run(resolved, look, counts, images or IMAGES, bank, run.out or Path("runs"), signals)
-            return _sum_up(from_first([_say(check) for check in checks]))
+            said = [_say(check) for check in checks]
+            return _sum_up(from_first(lambda: said))
         except Stopped as stopped:
             return 128 + stopped.signum
 

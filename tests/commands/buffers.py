@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from finetune_mile.learning.loop import Loop
 from finetune_mile.learning.roles import Roles
 from finetune_mile.run import main
-from finetune_mile.training.device import Device
+from finetune_mile.training.processes import Device
 
 found = {"evaluated": [], "copied": [], "differed": False}
 outputs, leave, step = Device.outputs, Roles.leave, Loop._step

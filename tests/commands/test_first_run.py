@@ -25,10 +25,10 @@ from finetune_mile.run import main
 from finetune_mile.training import plan as planning
 from finetune_mile.training import start as starts
 from finetune_mile.training import task as tasks
-from finetune_mile.training.device import Device
 from finetune_mile.training.explain import how_far, variant_of
 from finetune_mile.training.plan import make_plan, unintended
-from finetune_mile.training.train import not_rejected
+from finetune_mile.training.processes import Device
+from finetune_mile.training.trial import not_rejected
 
 LITTLE = ["--init", "simclr-demo", "--set", "size=24", "--set", "workers=0", "--set", "checkpoint_every=4"]
 LITTLE += ["--steps", "12", "--batch-size", "8", "--set", "log_every=1", "--set", "precision=no"]

@@ -76,7 +76,7 @@ def test_it_explains_trains_stops_resumes_and_evaluates(flags, imagenet, tmp_pat
     assert "1,000 of 10,000 training images keep their label" in printed
 
     out = tmp_path / "run"
-    monkeypatch.setattr("finetune_mile.training.task.PROBE_IMAGES", 8)
+    monkeypatch.setattr("finetune_mile.training.monitor.PROBE_IMAGES", 8)
     stop_at(1)
     assert main([*flags, "--out", str(out)]) == 143
     stop_at(None)

@@ -301,11 +301,11 @@ def test_the_teacher_sees_the_weak_view(photos, loose, run_demo, drawn, monkeypa
 
     inputs, targets = [], LabelObjective._targets
 
-    def recording(self, phase, images, given, batch):
+    def recording(self, loop, phase, images, given, batch):
         if not phase.given:
-            hook = self.roles.teacher.register_forward_pre_hook(lambda _, args: inputs.append(args[0].clone()))
+            hook = loop.roles.teacher.register_forward_pre_hook(lambda _, args: inputs.append(args[0].clone()))
         try:
-            return targets(self, phase, images, given, batch)
+            return targets(self, loop, phase, images, given, batch)
         finally:
             if not phase.given:
                 hook.remove()

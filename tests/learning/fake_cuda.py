@@ -164,7 +164,7 @@ class Silent:
 def make_mistakes(names):
     """What must be found."""
     from finetune_mile.learning.loop import LabelObjective
-    from finetune_mile.training.device import Device
+    from finetune_mile.training.processes import Device
 
     backward, prepare = LabelObjective.backward, Device.prepare
     ours = {
@@ -173,8 +173,8 @@ def make_mistakes(names):
         "blocking": lambda images: images + torch.tensor([0.0], device=GPU),
     }
 
-    def reads(objective, batch, record, parts):
-        backward(objective, batch, record, parts)
+    def reads(objective, loop, batch, record):
+        backward(objective, loop, batch, record)
         record.loss.item()
 
     if "read" in names:

@@ -40,10 +40,8 @@ SHORT_AUTO = [
 
 
 def judge(values, generation, logits, labels, prior, *, was_open=False):
-    return evidence.judge(
-        logits, labels, prior, generation=generation, gate=values.gate, v_min=values.v_min, g_min=values.g_min,
-        was_open=was_open,
-    )  # fmt: skip
+    bars = None if values.gate == "off" else (values.v_min, values.g_min)
+    return evidence.judge(logits, labels, prior, generation=generation, bars=bars, was_open=was_open)
 
 
 def naive_lee_liu(logits, labels, prior):

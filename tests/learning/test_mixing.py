@@ -153,7 +153,7 @@ def test_a_teachers_softmax_is_mixed_as_its_labels_are():
     teacher = torch.tensor([[0.0, 90.0, 2.0], [3.0, 0.0, -200.0]])
     (phase,) = one_interaction(Budget(total_steps=1, steps_per_epoch=1.0), "bce")
     objective = SimpleNamespace(label_smoothing=0.0, mixing=lambda *_: Mix(0.25, None))
-    record = StepRecord(0, phase, 1, 1.0, torch.zeros(()))
+    record = StepRecord(0, phase, 1, 1.0, torch.zeros(()), torch.zeros(3))
     rows = torch.eye(3)[:2]
     _, targets, known, logits = LabelObjective._softened(objective, record, IMAGES[:2], rows, rows, teacher)
     expected = 0.25 * teacher.softmax(1) + 0.75 * teacher.flip(0).softmax(1)

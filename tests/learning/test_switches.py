@@ -122,19 +122,19 @@ def recipe():
 
 def test_defaults_follow_the_device(recipe, monkeypatch):
     names = ("channels_last", "cudnn_benchmark", "fused_optimizer")
-    on_cpu, precision = processes.on_device(recipe)
+    on_cpu = processes.on_device(recipe)
     assert [getattr(on_cpu, name) for name in names] == [False] * 3, "every recorded loss stays as it is"
-    assert precision == "no"
+    assert on_cpu.precision == "no"
     monkeypatch.setattr(processes, "uses_gpu", lambda: True)
-    on_gpu, _ = processes.on_device(recipe)
+    on_gpu = processes.on_device(recipe)
     assert [getattr(on_gpu, name) for name in names] == [True] * 3
-    exact, _ = processes.on_device(recipe.model_copy(update={"deterministic": True, "channels_last": False}))
+    exact = processes.on_device(recipe.model_copy(update={"deterministic": True, "channels_last": False}))
     assert [getattr(exact, name) for name in names] == [False, False, True]
     for has_bf16, chosen in ((True, "bf16"), (False, "tf32")):
         monkeypatch.setattr(processes, "computes_in_bf16", lambda has=has_bf16: has)
-        assert processes.on_device(recipe.model_copy(update={"precision": "auto"}))[1] == chosen
+        assert processes.on_device(recipe.model_copy(update={"precision": "auto"})).precision == chosen
     monkeypatch.setattr(processes, "uses_gpu", lambda: False)
-    assert processes.on_device(recipe.model_copy(update={"precision": "auto"}))[1] == "no"
+    assert processes.on_device(recipe.model_copy(update={"precision": "auto"})).precision == "no"
 
 
 @pytest.mark.parametrize(("flag", "used"), [(None, True), ("False", True), ("True", False), ("1", False)])

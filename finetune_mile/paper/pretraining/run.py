@@ -37,12 +37,12 @@ from finetune_mile.paper.pretraining.methods import METHODS, Learner
 from finetune_mile.paper.pretraining.recipe import Pretrain
 from finetune_mile.paper.pretraining.views import SEEDS, ViewKind, draw, make_view
 from finetune_mile.training import resume
-from finetune_mile.training.device import Device
 from finetune_mile.training.display import Display
 from finetune_mile.training.folder import RunFolder, open_on_main, requested_settings
 from finetune_mile.training.monitor import Monitor, recorded
 from finetune_mile.training.plan import Plan
 from finetune_mile.training.processes import (
+    Device,
     Signals,
     computing,
     start,
@@ -160,17 +160,15 @@ class PretrainSetup:
 class ViewObjective:
     """The self-supervised loss of the views of a batch."""
 
-    accelerator: Accelerator
-    network: nn.Module  # prepared
-    learner: Learner  # the same, bare
+    learner: Learner
 
     def begin(self, _phase: Phase) -> None:
         """There are no labels to prepare."""
 
-    def backward(self, views: list[Tensor], record: StepRecord, parts: int) -> None:
+    def backward(self, loop: Loop, views: list[Tensor], record: StepRecord) -> None:
         self.learner.begin_step(record.step)
-        loss = self.learner.loss(self.network(views)) / parts
-        self.accelerator.backward(loss)
+        loss = self.learner.loss(loop.network(views)) / loop.accumulate
+        loop.accelerator.backward(loss)
         self.learner.end_backward()
         record.loss += loss.detach()
         record.images += len(views[0])
@@ -219,17 +217,16 @@ def open_folder(setup: PretrainSetup, path: Path, *, resume: bool, overwrite: bo
 
 def train(setup: PretrainSetup, folder: RunFolder) -> int:
     """Train what is left, then finish; returns the exit code."""
-
-    def work() -> dict[str, object]:
+    switches = computing(precision=setup.recipe.precision, benchmark=uses_gpu())
+    with switches, recorded(setup.device, folder, keep_checkpoints=True) as outcome:
         setup.store_images()
         before, monitor = train_steps(setup, folder)
         spread = weight_spread(setup.learner)
         finish(setup, folder, before)
-        pace = round(1000 * monitor.busy_seconds / monitor.steps_seen, 1) if monitor.steps_seen else None
-        return {"milliseconds_per_step": pace, **warn_of_spread(spread)}
-
-    with computing(precision=setup.recipe.precision, benchmark=uses_gpu()):
-        return recorded(setup.device.accelerator, folder, setup.device.signals, work, keep_checkpoints=True)
+        if setup.device.accelerator.is_main_process:
+            pace = round(1000 * monitor.busy_seconds / monitor.steps_seen, 1) if monitor.steps_seen else None
+            folder.update(milliseconds_per_step=pace, **warn_of_spread(spread))
+    return outcome.code
 
 
 def train_steps(setup: PretrainSetup, folder: RunFolder) -> tuple[float | None, Monitor]:
@@ -246,7 +243,7 @@ def train_steps(setup: PretrainSetup, folder: RunFolder) -> tuple[float | None, 
     loop = Loop(
         accelerator=accelerator, network=wrapped, roles=Roles(learner, setup.plan.phases), optimizer=optimizer,
         average=None, state=MethodState(), feed=setup.feed, rate=setup.rate, accumulate=1, clip=settings.clip,
-        objective=ViewObjective(accelerator=accelerator, network=wrapped, learner=learner),
+        objective=ViewObjective(learner=learner),
         reset_optimizer=False,
     )  # fmt: skip
     step, extra = resume.restore(loop, folder, recipe.seed)
@@ -255,8 +252,8 @@ def train_steps(setup: PretrainSetup, folder: RunFolder) -> tuple[float | None, 
     with Display(recipe.steps, visible=accelerator.is_main_process, steps_per_epoch=per_epoch) as display:
         display.begin(step)
         monitor = Monitor(
-            loop, setup.plan, folder, display, setup.device.signals, log_every=recipe.log_every,
-            checkpoint_every=recipe.checkpoint_every, advice=lower_rates(settings.lr, None),
+            loop=loop, plan=setup.plan, folder=folder, display=display, signals=setup.device.signals,
+            log_every=recipe.log_every, checkpoint_every=recipe.checkpoint_every, advice=lower_rates(settings.lr, None),
             kept={"neighbours_before": before},
         )  # fmt: skip
         loop.train(setup.plan.phases, step, monitor)

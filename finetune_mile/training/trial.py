@@ -1,0 +1,164 @@
+"""The same steps with other labels: the trial of `keep: best` holds some out first, `--refit` takes all at the end."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from finetune_mile.checkpoints.exporting import CONFIG, write_export
+from finetune_mile.config.resolve import to_yaml
+from finetune_mile.core.files import whole_file, write_json
+from finetune_mile.core.problems import Problem
+from finetune_mile.images.splits import Pools, hold_out, with_validation
+from finetune_mile.learning.loop import Loop
+from finetune_mile.learning.losses import bce_entries, given_matrix, shared
+from finetune_mile.learning.roles import tensors_of
+from finetune_mile.measures.intervals import clearly_above
+from finetune_mile.pages.card import model_card
+from finetune_mile.training.features import on_features
+from finetune_mile.training.folder import REFIT, TRIAL, RunFolder
+from finetune_mile.training.monitor import LabelMonitor
+from finetune_mile.training.plan import HELD_OUT, MOST_LABELS, has_trial, make_plan, trial_steps
+from finetune_mile.training.processes import Device
+from finetune_mile.training.task import Model, Task, on_training_images
+
+SHARES = (1.0, 0.5)  # in the order of preference
+TrainPhases = Callable[..., tuple[Loop, LabelMonitor]]  # `train.train_phases`
+
+
+def share_by_trial(task: Task, model: Model, device: Device, folder: RunFolder, train_phases: TrainPhases) -> float:
+    """How far the weights of a run go from the first ones (0) to the last ones (1).
+
+    All the way for `keep: last`, and with very many labels. Otherwise a trial decides: a run that holds a fifth of the
+    labels out, in a folder of its own inside the run's, where a stopped one is continued. It takes the first of SHARES
+    that these labels do not reject. Few labels cannot judge: half the way.
+    """
+    if task.recipe.keep == "last":
+        return 1.0
+    decided, labelled = folder.path / TRIAL / "decision.json", len(task.pools.indices["labelled"])
+    if decided.is_file():
+        return float(json.loads(decided.read_text(encoding="utf-8"))["share"])
+    if not has_trial(task.recipe, labelled):
+        return 1.0 if labelled > MOST_LABELS else 0.5
+    try:
+        pools = hold_out(task.pools, HELD_OUT, task.recipe.seed)
+    except Problem:  # one image a class
+        return 0.5
+    trial = with_labels(task, pools, trial_steps(task.plan.total_steps, len(pools.indices["labelled"]) / labelled))
+    inside, main = open_inside(trial, device, folder, TRIAL), device.accelerator.is_main_process
+    if main:
+        sys.stderr.write(
+            f"trial   {trial.plan.total_steps:,} steps with {len(pools.calibration):,} labels held out, "
+            "which decide how far the weights go; then the run with all labels\n"
+        )
+    loop, _ = train_phases(trial, model.copied(), device, inside, after=task.plan.total_steps)
+    losses = {each: held_out_losses(trial, device, learner_of(loop, each)) for each in (*SHARES, 0.0)}
+    share, means = not_rejected(losses), {f"{each:g}": float(some.mean()) for each, some in losses.items()}
+    if main:
+        write_json(decided, {"share": share, "held_out": len(pools.calibration), "losses": means})
+        inside.prune(0)  # as large as those of the run, and of no more use
+    device.accelerator.free_memory()
+    return share
+
+
+def not_rejected(losses: Mapping[float, Tensor]) -> float:
+    """The first of SHARES whose losses (n,) are not clearly above those of the first weights; 0 if there is none."""
+    return next((share for share in SHARES if not clearly_above(losses[share], losses[0.0])), 0.0)
+
+
+def held_out_losses(trial: Task, device: Device, network: nn.Module) -> Tensor:
+    """The loss (n,) of each held-out image.
+
+    One given label: minus the log share of its probability among those of all classes, so that more labels cost
+    nothing. A set of given labels says which labels are wrong, too: the loss that the activation is trained with.
+    """
+    logits, given = on_training_images(trial, device, network, trial.pools.calibration)
+    if given.ndim == 2:
+        targets = given_matrix(given, trial.num_classes)
+        if trial.recipe.activation == "sigmoid":
+            return bce_entries(logits, targets).sum(1)
+        return -(shared(targets) * logits.log_softmax(1)).sum(1)
+    probabilities = trial.probabilities(logits.double())
+    shares = probabilities / probabilities.sum(1, keepdim=True).clamp(min=1e-30)
+    return -shares.gather(1, given.unsqueeze(1)).squeeze(1).clamp(min=1e-30).log()
+
+
+def refit(task: Task, model: Model, device: Device, folder: RunFolder, train_phases: TrainPhases) -> None:
+    """`--refit`, the last step of a run: train on all labels, those of the validation images included, and export that.
+
+    The scores stay those of the run before: no image is left that could test the new weights. Passes over the labelled
+    images stay the same, so there are more steps; how far the weights go from the first to the last ones is known.
+
+    Args:
+        task: of the run, whose results are in the folder.
+        model: as before the first step.
+        device: where to compute.
+        folder: of the run.
+        train_phases: of `train.py`.
+    """
+    main = device.accelerator.is_main_process
+    device.accelerator.wait_for_everyone()  # the first process has written the results that all read
+    if task.pools.images.environment is not None:
+        raise Problem("--refit: images that come from several environments cannot be joined with validation images")
+    pools = with_validation(task.pools, task.data.val)
+    labels, before = (len(each.indices["labelled"]) for each in (pools, task.pools))
+    results = json.loads((folder.path / "results.json").read_text(encoding="utf-8"))
+    steps = results.get("chosen_step", task.plan.total_steps) * labels / before
+    again = with_labels(task, pools, max(round(steps), 1))
+    again = dataclasses.replace(again, data=dataclasses.replace(task.data, train=pools.images))
+    shown, place = on_features(again, model, device, scored=False)
+    split = pools.to_json(task.recipe.fraction, task.recipe.seed) | {"val_ids": list(task.data.val.ids)}
+    inside = open_inside(again, device, folder, REFIT, {"split.json": split})
+    if main:
+        sys.stderr.write(f"refit   {again.plan.total_steps:,} steps with {labels:,} labels\n")
+    loop, _ = train_phases(shown, model, place, inside)
+    learner = learner_of(loop, float(folder.info["share"]) if main else 1.0)
+    if not main:
+        return
+    config = json.loads((folder.path / "export" / CONFIG).read_text(encoding="utf-8"))
+    config |= {"refit_labels": labels, "steps": again.plan.total_steps}
+    write_export(folder.path / "export", model.exported(learner), config)
+    with whole_file(folder.path / "export/README.md") as part:
+        part.write_text(model_card(config, results, "own"), encoding="utf-8")
+    inside.prune(0)
+    sys.stdout.write(
+        f"Trained again on all {labels:,} labelled images (--refit): predict and export use these weights. The scores "
+        "are of the run before, which had not seen the validation images.\n"
+    )
+
+
+def with_labels(task: Task, pools: Pools, steps: int) -> Task:
+    """The same task with other labels, in so many steps; it is not evaluated."""
+    unseen = {"evaluate": task.recipe.evaluate.model_copy(update={"images": 0}), "track": "none", "patience": None}
+    recipe = task.recipe.model_copy(update={"steps": steps, **unseen})
+    sizes = {name: len(members) for name, members in pools.indices.items()}
+    return dataclasses.replace(task, recipe=recipe, pools=pools, plan=make_plan(recipe, sizes))
+
+
+def open_inside(
+    task: Task, device: Device, folder: RunFolder, name: str, notes: Mapping[str, object] | None = None
+) -> RunFolder:
+    """The folder of another run inside that of a run; made by the first process, or continued."""
+    path = folder.path / name
+    if device.accelerator.is_main_process and not (path / "recipe.yaml").is_file():
+        RunFolder.create(path, to_yaml(task.recipe), overwrite=False, notes=notes)
+    device.accelerator.wait_for_everyone()
+    return RunFolder.reopen(path)
+
+
+def learner_of(loop: Loop, share: float) -> nn.Module:
+    """What is scored and exported: the learner, with weights between its first ones (share 0) and its last ones (1)."""
+    if share == 1:
+        return loop.learner()
+    learner, first = copy.deepcopy(loop.learner()), loop.roles.weights["init"]
+    with torch.no_grad():
+        for name, tensor in tensors_of(learner).items():
+            if tensor.is_floating_point():
+                tensor.lerp_(first[name], 1 - share)
+    return learner
