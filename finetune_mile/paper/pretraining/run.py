@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import tee
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -52,9 +52,6 @@ from finetune_mile.training.processes import (
     weight_spread,
 )
 from finetune_mile.training.task import Split, image_views, images_of, wanted_workers
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 CHECKPOINT = "checkpoint.ckpt"
 WHOLE = Augmentation(crop="none", scale=(1.0, 1.0), shift=0, flip=False)  # nothing is lost before views are cut out
