@@ -51,25 +51,22 @@ def stream(
     """Samples (B,) and their float32 outputs, batch by batch; rows are on the network's device, `readable` is not.
 
     Args:
-        network: bare (not wrapped); in eval mode until the last batch, then as it was.
+        network: bare (not wrapped); in eval mode for each batch, then as it was.
         views: the images and their preprocessing.
         keys: of each batch.
         prepare: images to the network's input.
         readers: loader processes.
         precision: the context to compute in, such as `accelerator.autocast`.
     """
-    was_training = network.training
-    network.eval()
     asked, keys = tee(keys)
     for batch, those in zip(readers.batches(views, keys), asked, strict=True):
         with precision():
-            rows = network(prepare(batch.images)).float()
+            rows = show(network, prepare(batch.images)).float()
         samples = np.array([sample for _, sample in those])
         readable = torch.from_numpy(~np.isin(samples, list(views.bad)))
         if not bool(readable.all()):
             rows[~readable] = torch.nan
         yield samples, Outputs(rows, readable)
-    network.train(was_training)
 
 
 def outputs_of(

@@ -26,8 +26,8 @@ import torch
 from finetune_mile.compute.passes import Outputs
 from finetune_mile.core.files import cache, whole_file, write_json
 from finetune_mile.core.problems import BadImage, Problem
-from finetune_mile.images.index import Data, ImageSet
 from finetune_mile.images.order import Indices
+from finetune_mile.images.sets import Data, ImageSet
 from finetune_mile.images.splits import label_names
 
 Dtype = Literal["float16", "float32"]
@@ -171,11 +171,12 @@ def reuse(
 def _mark(images: ImageSet, index: int) -> bytes:
     """A hash of a photo's file, or of its pixels where it has none; zeros where it cannot be read."""
     try:
-        if images.encoded is not None:
-            return hashlib.sha256(images.encoded(index)).digest()
-        pixels = images.read(index).numpy()
+        content = images.content(index)
     except BadImage:
         return bytes(MARK)
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).digest()
+    pixels = content.numpy()
     return hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).digest()
 
 

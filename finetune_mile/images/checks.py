@@ -18,11 +18,11 @@ from finetune_mile.core.console import progress
 from finetune_mile.core.files import open_regular
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.images.alike import MOST_COMPARED, NEAR, SHOWN, WIDTH, Prints, compare, listed, print_of, same_names
-from finetune_mile.images.index import HEADER, allowed, say_unreadable, write_list
+from finetune_mile.images.bad_images import HEADER, allowed, say_unreadable, write_list
 from finetune_mile.images.splits import label_names
 
 if TYPE_CHECKING:
-    from finetune_mile.images.index import Data, ImageSet
+    from finetune_mile.images.sets import Data, ImageSet
 
 UNICODE = " (the same letters in two Unicode forms, as macOS and others write them)"
 _Row = tuple[int, str | None, bytes, int, int, Prints | None]
@@ -103,16 +103,13 @@ def _examine_batch(images: ImageSet, indices: list[int]) -> list[_Row]:
     rows: list[_Row] = []
     for index in indices:
         try:
-            if images.encoded is None:
-                image = images.read(index)
-                content = image.contiguous().numpy().tobytes()
-            else:
-                content = images.encoded(index)
-                image = decode(content)
+            content = images.content(index)
+            image = decode(content) if isinstance(content, bytes) else content
         except BadImage as error:
             rows.append((index, str(error), b"", 0, 0, None))
         else:
-            digest = hashlib.blake2b(content, digest_size=16).digest()
+            file = content if isinstance(content, bytes) else content.contiguous().numpy().tobytes()
+            digest = hashlib.blake2b(file, digest_size=16).digest()
             photo = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
             rows.append((index, None, digest, image.shape[1], image.shape[2], print_of(photo)))
     return rows

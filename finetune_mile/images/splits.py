@@ -21,9 +21,10 @@ from finetune_mile.core.files import load_yaml_file, shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool, Section
 from finetune_mile.images.groups import find_groups, group_members, say_kept
-from finetune_mile.images.index import Data, ImageSet, Joined, Names, Picked
 from finetune_mile.images.name_lists import fetch_list, find, read_list
 from finetune_mile.images.order import Indices, hashes
+from finetune_mile.images.readers import Joined, Picked
+from finetune_mile.images.sets import Data, ImageSet, Names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +55,7 @@ def make_data(name: str, classes: Sequence[str], sets: Iterable[ImageSet], flag:
         return Data(name=name, classes=(), train=halves[0], val=halves[1])
     notes: tuple[str, ...] = ()
     if len(halves) == 1:
-        images = dataclasses.replace(halves[0], alike=None if halves[0].in_memory else find_groups(halves[0]))
+        images = dataclasses.replace(halves[0], alike=find_groups(halves[0]))
         labels = one_label_each(images.given).numpy()
         held_out = stratified(labels, images.ids, VAL_SHARE, seed=0, alike=images.alike)
         rest = np.setdiff1d(np.arange(len(images)), held_out, assume_unique=True)
@@ -72,7 +73,7 @@ def _take(images: ImageSet, rows: Indices) -> ImageSet:
         images, ids=Names.of(images.ids[i] for i in rows.tolist()), given=images.given[rows],
         truth=None if images.truth is None else images.truth[rows],
         alike=None if images.alike is None else images.alike[rows],
-        read=Picked(images.read, rows), encoded=None if images.encoded is None else Picked(images.encoded, rows),
+        content=Picked(images.content, rows),
     )  # fmt: skip
 
 
@@ -91,9 +92,7 @@ def join(images: ImageSet, extra: ImageSet, folder: str) -> ImageSet:
 
     while any(name.startswith(f"{folder}/") for name in images.ids):
         folder += "+"
-    count, truth, encoded, alike = len(images), images.truth, None, None
-    if images.encoded is not None and extra.encoded is not None:
-        encoded = Joined(images.encoded, count, extra.encoded)
+    truth, alike = images.truth, None
     if truth is not None:
         more = truth.new_zeros(len(extra), truth.shape[1]) if extra.truth is None else extra.truth
         truth = torch.cat([truth, more])
@@ -102,8 +101,9 @@ def join(images: ImageSet, extra: ImageSet, folder: str) -> ImageSet:
         alike = np.concatenate([images.alike, np.where(more_alike < 0, -1, more_alike + images.alike.max() + 1)])
     return ImageSet(
         ids=Names.of([*images.ids, *(f"{folder}/{name}" for name in extra.ids)]),
-        given=torch.cat([images.given, extra.given]), truth=truth, read=Joined(images.read, count, extra.read),
-        in_memory=images.in_memory and extra.in_memory, encoded=encoded, alike=alike,
+        given=torch.cat([images.given, extra.given]), truth=truth,
+        content=Joined(images.content, len(images), extra.content),
+        in_memory=images.in_memory and extra.in_memory, alike=alike,
     )  # fmt: skip
 
 

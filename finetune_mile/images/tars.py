@@ -11,7 +11,8 @@ from typing import IO, Any
 
 from finetune_mile.core.files import open_regular
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.index import Names, Scan, scan_file
+from finetune_mile.images.scans import Scan, scan_file
+from finetune_mile.images.sets import Names
 
 STATE = "pack.json"  # `finetune-mile pack` writes it beside its shards
 _BLOCK = 512

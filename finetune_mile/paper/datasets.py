@@ -18,9 +18,9 @@ from torch import Tensor
 
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images.index import Data, ImageSet
 from finetune_mile.images.order import permutation, uniforms
 from finetune_mile.images.pipeline import centre_view
+from finetune_mile.images.sets import Data, ImageSet
 from finetune_mile.images.sources import folder, read_options
 from finetune_mile.images.sources.grids import CENTRE, Layout, make_grids
 from finetune_mile.paper.idx import find_mnist, read_mnist
@@ -253,7 +253,7 @@ def _coloured(scheme: str, where: str, flag: str, *, blank: float) -> Data:
             truth.scatter_(1, torch.stack([given, colour_classes], 1), True)
         return ImageSet(
             ids=[names[i] for i in rows], given=given, truth=truth, main=None if share else clean[rows],
-            read=_Paint(pictures, rows, colours[rows], empty), in_memory=True,
+            content=_Paint(pictures, rows, colours[rows], empty), in_memory=True,
             environment=torch.from_numpy(environment[rows]),
         )  # fmt: skip
 

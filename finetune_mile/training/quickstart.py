@@ -27,10 +27,11 @@ from finetune_mile.core.files import write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.alike import SHOWN
+from finetune_mile.images.bad_images import BadImages, allowed, say_unreadable
 from finetune_mile.images.checks import examine, report
-from finetune_mile.images.index import BadImages, Data, allowed, say_unreadable
 from finetune_mile.images.order import Indices
 from finetune_mile.images.pipeline import centre_view
+from finetune_mile.images.sets import Data
 from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import labelled_pools, one_label_each
 from finetune_mile.learning.probe import NEIGHBOURS

@@ -16,7 +16,7 @@ from finetune_mile.core.console import progress
 from finetune_mile.core.files import check_empty
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
-from finetune_mile.images.index import ENDINGS, count_endings, say_unreadable, scan_tree
+from finetune_mile.images.bad_images import say_unreadable
 
 EPILOG = """examples:
   finetune-mile predict runs/demo-1 photo.jpg holiday/
@@ -95,6 +95,8 @@ def _names_in(word: str) -> list[str]:
         if not path.exists():
             raise Problem(f"IMAGES {word}: there is no such file or folder")
         return [word]
+    from finetune_mile.images.scans import ENDINGS, count_endings, scan_tree  # not for --help: numpy
+
     scan = scan_tree(path, f"IMAGES {word}")
     if len(scan.unread):
         sys.stderr.write(f"warning: {word}: {say_unreadable(count_endings(scan.unread))}\n")

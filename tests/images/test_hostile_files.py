@@ -17,8 +17,8 @@ from PIL import Image
 from finetune_mile.cli import main
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.images import name_lists, pipeline
-from finetune_mile.images.index import Files, TarFiles
 from finetune_mile.images.pipeline import decode
+from finetune_mile.images.readers import Files, TarFiles
 from finetune_mile.images.sources import load_data
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -168,7 +168,7 @@ def test_f4_a_device_in_a_table_is_a_bad_image(tmp_path, monkeypatch):
     images = load_data(f"hf:{tmp_path / 'table'}").train
     for index in range(2):
         with pytest.raises(BadImage, match="not a regular file"):
-            images.encoded(index)
+            images.content(index)
 
 
 def test_f4_a_device_in_a_csv_is_a_bad_image(tmp_path):

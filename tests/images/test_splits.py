@@ -10,7 +10,8 @@ import torch
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.images import name_lists, splits
-from finetune_mile.images.index import ImageSet, Names, locate
+from finetune_mile.images.name_lists import locate
+from finetune_mile.images.sets import ImageSet, Names
 from finetune_mile.images.sources.imagenet import synsets
 from finetune_mile.images.splits import make_pools
 
@@ -21,7 +22,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def image_set(ids, given):
-    return ImageSet(ids=ids, given=torch.as_tensor(given), truth=None, read=lambda _: None)
+    return ImageSet(ids=ids, given=torch.as_tensor(given), truth=None, content=lambda _: None)
 
 
 def small(per_class=20):

@@ -10,11 +10,14 @@ import os
 import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import Problem, did_you_mean
-from finetune_mile.images.index import Data
+
+if TYPE_CHECKING:
+    from finetune_mile.images.sets import Data
 
 # Scheme of --data: module:function that reads it, from the text behind the scheme and the flag with its text.
 SOURCES: dict[str, str] = {

@@ -12,17 +12,10 @@ from pathlib import Path
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.alike import listed, same_name
-from finetune_mile.images.index import (
-    Data,
-    Files,
-    ImageSet,
-    Scan,
-    count_endings,
-    number,
-    say_unreadable,
-    scan_tree,
-    to_set,
-)
+from finetune_mile.images.bad_images import say_unreadable
+from finetune_mile.images.readers import Files
+from finetune_mile.images.scans import Scan, count_endings, scan_tree
+from finetune_mile.images.sets import Data, ImageSet, number, to_set
 from finetune_mile.images.sources import read_options
 from finetune_mile.images.splits import join_unlabelled, make_data
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune_mile.images.index import Data, ImageSet
 from finetune_mile.images.order import Indices, permutation, uniforms
+from finetune_mile.images.sets import Data, ImageSet
 
 CENTRE = 0.6
 DEMO_GRIDS = 12000  # for training, and a quarter of that for validation
@@ -97,7 +97,7 @@ def make_grids(
     truth = torch.zeros(count, num_classes, dtype=torch.bool).scatter_(1, present, True)
     return ImageSet(
         ids=[f"{name}-{i:05d}" for i in range(count)], given=given, truth=truth, main=main, in_memory=True,
-        read=Grids(pictures, torch.from_numpy(cells), torch.from_numpy(alone), layout),
+        content=Grids(pictures, torch.from_numpy(cells), torch.from_numpy(alone), layout),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune_mile.core.files import LARGEST_IMAGE, read_regular
 from finetune_mile.core.problems import BadImage, Problem
-from finetune_mile.images.index import MOST_CLASSES, Data, ImageSet, labels_of, to_set, unique_ids
+from finetune_mile.images.sets import MOST_CLASSES, Data, ImageSet, labels_of, to_set, unique_ids
 from finetune_mile.images.sources import read_options
 from finetune_mile.images.splits import make_data
 

@@ -12,7 +12,8 @@ import torch
 
 from finetune_mile.core.files import open_text
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.index import Data, Files, ImageSet, labels_of, multi_hot, to_set, unique_ids
+from finetune_mile.images.readers import Files
+from finetune_mile.images.sets import Data, ImageSet, labels_of, multi_hot, to_set, unique_ids
 from finetune_mile.images.sources import read_options
 from finetune_mile.images.splits import make_data
 

@@ -17,8 +17,9 @@ from torch.utils.data import Subset
 
 from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import BadImage, Problem
-from finetune_mile.images.index import MOST_CLASSES, Data, Files, ImageSet, labels_of, to_set, unique_ids
 from finetune_mile.images.pipeline import to_pixels
+from finetune_mile.images.readers import Files
+from finetune_mile.images.sets import MOST_CLASSES, Data, ImageSet, labels_of, to_set, unique_ids
 from finetune_mile.images.sources.hf import from_splits
 from finetune_mile.images.splits import make_data
 
@@ -113,7 +114,7 @@ def _items(name: str, splits: Mapping[str, Any], flag: str) -> Data:
     sets = {
         split: ImageSet(
             ids=[f"row-{i:09d}" for i in range(len(items))], given=torch.from_numpy(labels[split]), truth=None,
-            read=Items(items),
+            content=Items(items),
         )
         for split, items in splits.items()
     }  # fmt: skip

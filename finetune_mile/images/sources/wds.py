@@ -17,8 +17,10 @@ import numpy as np
 
 from finetune_mile.core.files import open_regular, size_in_words
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.index import ENDINGS, MOST_CLASSES, Data, ImageSet, TarFiles, labels_of, to_set
 from finetune_mile.images.order import Indices
+from finetune_mile.images.readers import TarFiles
+from finetune_mile.images.scans import ENDINGS
+from finetune_mile.images.sets import MOST_CLASSES, Data, ImageSet, labels_of, to_set
 from finetune_mile.images.splits import make_data
 from finetune_mile.images.tars import STATE, read_state, scan_tar
 
