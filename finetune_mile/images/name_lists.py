@@ -72,9 +72,7 @@ def fetch_list(card: SplitCard) -> list[str]:
     return names
 
 
-def find(
-    names: Sequence[str], ids: Sequence[str], flag: str, fraction: float, with_label: int | None = None
-) -> Indices:
+def find(names: Sequence[str], ids: Sequence[str], flag: str) -> Indices:
     """The positions in `ids` of the names of a list, sorted; a name that is not there is an error."""
     positions, missing = locate(names, ids)
     if missing:
@@ -86,11 +84,6 @@ def find(
     indices = np.unique(np.array(positions, dtype=np.int64))
     if len(indices) < len(names):
         raise Problem(f"{flag}: {len(names) - len(indices)} names point to an image that is already listed")
-    of = len(ids) if with_label is None else with_label
-    share = len(indices) / of
-    if fraction < 1 and not 0.5 * fraction <= share <= 2 * fraction:
-        images = "images" if of == len(ids) else "labelled images"
-        raise Problem(f"{flag} holds {share:.2%} of all {images}, --fraction is {fraction:.2%}; leave out one of them")
     return indices
 
 

@@ -214,8 +214,7 @@ def labelled_pools(
             "--method auto (--rho auto) needs one given label per image, and these have sets of labels; use --method "
             "sigmoid or mile"
         )
-    with_label = int((one_label_each(data.train.given) >= 0).sum())
-    chosen = choose(data.train.ids, len(data.classes), fraction, split, with_label)
+    chosen = choose(data.train.ids, len(data.classes), fraction, split)
     return hold_out(make_pools(data.train, fraction, seed, chosen), calibration, seed)
 
 
@@ -225,7 +224,7 @@ def make_pools(images: ImageSet, fraction: float, seed: int, chosen: Chosen | No
     if chosen is None:
         chosen = Chosen(stratified(labels, images.ids, fraction, seed), "stratified")
     else:
-        _check_list(labels, chosen)
+        _check_list(labels, chosen, fraction)
     labelled, everything = chosen.indices, np.arange(len(images))
     if len(labelled) == 0:
         raise Problem("--data: no training image has a label")
@@ -242,14 +241,20 @@ def make_pools(images: ImageSet, fraction: float, seed: int, chosen: Chosen | No
     )
 
 
-def _check_list(labels: Indices, chosen: Chosen) -> None:
-    listed = labels[chosen.indices]
+def _check_list(labels: Indices, chosen: Chosen, fraction: float) -> None:
+    listed, with_label = labels[chosen.indices], labels[labels >= 0]
+    share = len(listed) / max(len(with_label), 1)
+    if fraction < 1 and not 0.5 * fraction <= share <= 2 * fraction:
+        images = "images" if len(with_label) == len(labels) else "labelled images"
+        raise Problem(
+            f"{chosen.flag} holds {share:.2%} of all {images}, --fraction is {fraction:.2%}; leave out one of them"
+        )
     if (listed < 0).any():
-        raise Problem(f"--split {chosen.source}: {int((listed < 0).sum())} of the images it names have no label")
-    lost = np.setdiff1d(labels[labels >= 0], listed)
+        raise Problem(f"{chosen.flag}: {int((listed < 0).sum())} of the images it names have no label")
+    lost = np.setdiff1d(with_label, listed)
     if len(lost):
         raise Problem(
-            f"--split {chosen.source}: no image is left of {len(lost)} classes (the first is class number {lost[0]}); "
+            f"{chosen.flag}: no image is left of {len(lost)} classes (the first is class number {lost[0]}); "
             "a list must name at least one image of each"
         )
 
@@ -337,6 +342,7 @@ class Chosen(NamedTuple):
 
     indices: Indices  # sorted
     source: str  # for split.json: the card's or the file's name
+    flag: str = ""  # the list, for messages
 
 
 def read_cards() -> list[SplitCard]:
@@ -344,16 +350,7 @@ def read_cards() -> list[SplitCard]:
     return [SplitCard.model_validate(load_yaml_file(path)) for path in paths]
 
 
-def published(ids: Sequence[str], num_classes: int, fraction: float) -> SplitCard | None:
-    """The card of a published list for this fraction of this data, if there is one."""
-    if num_classes != IMAGENET_CLASSES or not len(ids) or not _TRAIN_NAME.match(ids[0]):
-        return None
-    return next((card for card in read_cards() if card.data == "imagenet" and card.fraction == fraction), None)
-
-
-def choose(
-    ids: Sequence[str], num_classes: int, fraction: float, split: str | None, with_label: int | None = None
-) -> Chosen | None:
+def choose(ids: Sequence[str], num_classes: int, fraction: float, split: str | None) -> Chosen | None:
     """The images that a list names: --split if given, else the published list; None: draw a stratified split.
 
     Args:
@@ -361,12 +358,13 @@ def choose(
         num_classes: C.
         fraction: the share of the labels that is used.
         split: a list of the labelled images.
-        with_label: how many of the images have a label; None: all.
     """
     if split is not None:
-        found = find(read_list(Path(split)), ids, f"--split {split}", fraction, with_label)
-        return Chosen(found, Path(split).name)
-    card = published(ids, num_classes, fraction)
-    if card is None:
-        return None
-    return Chosen(find(fetch_list(card), ids, f"the published list {card.name}", fraction, with_label), card.name)
+        flag = f"--split {split}"
+        return Chosen(find(read_list(Path(split)), ids, flag), Path(split).name, flag)
+    if num_classes == IMAGENET_CLASSES and len(ids) and _TRAIN_NAME.match(ids[0]):
+        for card in read_cards():
+            if card.data == "imagenet" and card.fraction == fraction:
+                flag = f"the published list {card.name}"
+                return Chosen(find(fetch_list(card), ids, flag), card.name, flag)
+    return None

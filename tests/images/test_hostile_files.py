@@ -238,7 +238,7 @@ def test_a_packed_list_of_several_parts_is_read(tmp_path):
 def test_f4_names_with_many_slashes_cost_little(tmp_path):
     (tmp_path / "split.json").write_text(json.dumps({"ids": ["x" + "/" * 50_000]}))
     with pytest.raises(Problem, match="names 1 of 1 images that the data lacks: x/") as caught:
-        name_lists.find(name_lists.read_list(tmp_path / "split.json"), ["a/1.jpg"], "--split split.json", 1.0)
+        name_lists.find(name_lists.read_list(tmp_path / "split.json"), ["a/1.jpg"], "--split split.json")
     assert len(str(caught.value)) < 300
     (tmp_path / "split.json").write_text("[" * 100_000)
     with pytest.raises(Problem, match=r"not the split\.json of a run"):
