@@ -52,7 +52,7 @@ STATEMENTS = {
     "verbs": 779,
 }
 # Left from before these rules. Nothing may be added.
-TOO_LONG = {"images/checks.py:report", "training/explain.py:explain", "training/features.py:embed"}
+TOO_LONG = {"training/explain.py:explain", "training/features.py:embed"}
 TOO_WIDE = {
     "api.py:train",  # public: its keywords are the flags that most calls need, with their sentences in help(train)
     "images/sources/grids.py:make_grids",

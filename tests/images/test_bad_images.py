@@ -196,7 +196,7 @@ def test_doctor_says_which_files_end_in_heic(with_heic, capsys):
 
 
 def test_quickstart_gets_the_line_about_heic_files(with_heic):
-    assert f"{with_heic.name}: {HEIC}" in list(report(load_data(str(with_heic)), {}))
+    assert f"{with_heic.name}: {HEIC}" in list(report(load_data(str(with_heic)), {}, []))
 
 
 def test_a_class_of_heic_files_alone_says_why_it_is_empty(folder):
