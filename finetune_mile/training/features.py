@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from finetune_mile.checkpoints.loading import LoadReport
 from finetune_mile.compute.passes import Outputs, keys_of, show, stream
-from finetune_mile.compute.rows import BAD, FACTS, MISSING, Dtype, begin, check_store, preallocate, reuse
+from finetune_mile.compute.rows import BAD, MISSING, Dtype, begin, check_store, kept_stores, preallocate, reuse
 from finetune_mile.compute.rows import DONE as DONE
 from finetune_mile.compute.rows import Split as Split
 from finetune_mile.compute.rows import Store as Store
@@ -172,16 +172,13 @@ def stored(data: Data, preprocess: Preprocess, network: nn.Module, arch: str, tr
     alike = {"images": {"train": len(data.train), "val": len(data.val)}, "network": arch}
     alike["preprocess"] = preprocess.model_dump(mode="json")
     rows: dict[Split, Indices] = {"train": train, "val": np.arange(len(data.val))}
-    for path in sorted((cache() / "features").glob(f"*/{FACTS}")):
-        try:
-            note = json.loads(path.read_text(encoding="utf-8"))
-            known = note["depends_on"]
-            if known | {"images": note["images"]} | alike != known | {"images": note["images"]}:
-                continue
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged, or being written
+    for store in kept_stores():
+        note = store.note()
+        known = note["depends_on"]
+        about = known | {"images": note.get("images")}
+        if about | alike != about:
+            continue
         facts = facts or depends_on(network, arch, data, preprocess, dtype="float16", precision="no", contents=False)
-        store = Store(path.parent)
         states = ((store.state(split), needed) for split, needed in rows.items())
         if facts | {"dtype": known["dtype"]} == known and all(
             len(state) and bool((state[needed] != MISSING).all()) for state, needed in states
