@@ -55,7 +55,6 @@ STATEMENTS = {
 TOO_LONG = {"training/explain.py:explain", "training/features.py:embed"}
 TOO_WIDE = {
     "api.py:train",  # public: its keywords are the flags that most calls need, with their sentences in help(train)
-    "images/sources/grids.py:make_grids",
     "learning/evidence.py:judge",
     "measures/metrics.py:measure",
     "training/features.py:embed",

@@ -122,12 +122,10 @@ def multi_mnist(where: str, flag: str = "--data multi-mnist") -> Data:
         seed = 2 * options.draw + number
         if length == "2":
             pictures, classes = _two_digits(images[part], labels.numpy()[part], options.cell, seed)
-            members = np.arange(len(classes))
         else:
-            pictures, classes = shrunk(images, options.cell), labels.numpy()
-            members = np.arange(len(classes))[part]
+            pictures, classes = shrunk(images[part], options.cell), labels.numpy()[part]
         grids = make_grids(
-            pictures, classes, members, count,
+            pictures, classes, count,
             num_classes=10 ** int(length), layout=options.layout, seed=seed, name=name,
         )  # fmt: skip
         sets.append(grids)
@@ -159,7 +157,7 @@ def mosaic(where: str, flag: str) -> Data:
     photos = folder.load(f"{options.place}?{query}" if query else options.place, flag)
     sets = [
         make_grids(
-            _small_photos(images, options.cell), images.given.numpy(), np.arange(len(images)), count,
+            _small_photos(images, options.cell), images.given.numpy(), count,
             num_classes=len(photos.classes), layout=options.layout, seed=2 * options.draw + number, name=name,
         )
         for number, name, images, count in (

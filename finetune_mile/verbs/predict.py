@@ -131,8 +131,7 @@ def _predict(options: argparse.Namespace, names: list[str]) -> int:
         opened, images, thresholds, device=str(PartialState().device), batch_size=options.batch_size,
         workers=options.workers,
     )  # fmt: skip
-    # On a terminal the results themselves are the progress.
-    with progress("images", len(names), quiet=out.isatty()) as advance:
+    with progress("images", len(names), quiet=out.isatty()) as advance:  # on a terminal the results are the progress
         for sample, labels in found:
             advance(1)
             if isinstance(labels, str):
