@@ -72,7 +72,7 @@ NO_TORCH = (
     "learning/phases",
     "methods/__init__", "checkpoints/cards", "checkpoints/init", "images/sources/__init__",
     "images/sets", "images/scans", "images/readers", "images/bad_images", "images/order", "images/splits",
-    "images/tars", "images/sources/wds",
+    "images/sources/wds",
     "images/alike", "images/groups", "images/name_lists",
     "pretraining/recipe", "verbs/pretrain", "verbs/embed", "verbs/probe", "verbs/predict", "verbs/export",
     "verbs/check",

@@ -19,7 +19,7 @@ from finetune_mile.core.files import open_regular
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.images.alike import MOST_COMPARED, NEAR, SHOWN, WIDTH, Prints, compare, listed, print_of, same_names
 from finetune_mile.images.bad_images import HEADER, allowed, say_unreadable, write_list
-from finetune_mile.images.splits import label_names
+from finetune_mile.images.splits import label_counts, label_names, one_label_each
 
 if TYPE_CHECKING:
     from finetune_mile.images.sets import Data, ImageSet
@@ -239,16 +239,10 @@ def _shared(one: str, old: Findings, two: str, new: Findings) -> Iterator[str]:
 
 
 def _class_lines(images: ImageSet, classes: Sequence[str], split: str) -> Iterator[str]:
-    import torch
-
-    given = images.given
     if not len(classes):
         yield f"{split}: {len(images):,} images without labels"
         return
-    if given.ndim == 1:
-        counts, unlabelled = torch.bincount(given[given >= 0], minlength=len(classes)), int((given < 0).sum())
-    else:
-        counts, unlabelled = (given > 0).sum(0), int((~(given > 0).any(1)).sum())
+    counts, unlabelled = label_counts(images.given, len(classes)), int((one_label_each(images.given) < 0).sum())
     low, high = int(counts.argmin()), int(counts.argmax())
     few, many, rest = int(counts[low]), int(counts[high]), f"; {unlabelled:,} unlabelled" if unlabelled else ""
     if few == many:

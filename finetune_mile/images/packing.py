@@ -25,8 +25,8 @@ from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.images.bad_images import write_list
 from finetune_mile.images.pipeline import decode, default_workers
 from finetune_mile.images.sets import Data, ImageSet
+from finetune_mile.images.sources.wds import STATE, read_state
 from finetune_mile.images.splits import fingerprint
-from finetune_mile.images.tars import STATE, read_state
 
 LOCK, BAD = ".pack.lock", "bad_images.csv"
 BadList = list[tuple[str, str, str]]  # split, id, reason
@@ -105,10 +105,7 @@ class Packing:
                             else:
                                 _add_members(archive, images, row, content, data.classes)
                             advance(1)
-                    if found:
-                        write_json(listed, found)
-                    else:
-                        listed.unlink(missing_ok=True)  # of a pack that was killed here, before the image was mended
+                    write_json(listed, found)
                 bad += found
         return bad
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tarfile
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from finetune_mile.core.files import cache
+from finetune_mile.core.files import cache, open_regular
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sets import Names
 
@@ -30,6 +31,7 @@ FORMAT = 2  # of the files in the cache; another number is another file
 WORTH_KEEPING = 5000  # files; fewer are found faster than a cache is read
 SETTLED = 2.0  # seconds; a folder that changed just now may change again within the clock's resolution
 DEEPEST = 32  # folders inside each other; more is a link to a folder above
+_TAR_BLOCK = 512  # bytes
 _BLOCKS = ("names", "empty", "unread", "stamp")
 
 
@@ -136,6 +138,59 @@ def _save(path: Path, scan: Scan, stamp: Mapping[str, int]) -> None:
     blocks = zip(_BLOCKS, (scan.names, scan.empty, scan.unread, Names.of(stamp)), strict=True)
     times = np.array(list(stamp.values()), dtype=np.int64)
     keep_arrays(path, {**scan.numbers, **{key: names.blob for key, names in blocks}, "stamp_times": times})
+
+
+# ------------------------------------------------------------------------------------ tar files
+
+
+def scan_tar(path: Path, *, nested: bool = False) -> Scan:
+    """The files of a tar, sorted by name, with `offset` and `size`; remembered in the cache.
+
+    Args:
+        path: the tar file, not compressed.
+        nested: its members are tars themselves: `n01440764.tar` becomes the folder `n01440764/`.
+    """
+
+    def scan() -> Scan:
+        try:
+            descriptor = open_regular(path)
+        except OSError as error:
+            raise Problem(f"{path}: cannot be read ({error.strerror})") from error
+        with os.fdopen(descriptor, "rb", buffering=0) as stream:
+            members = sorted(_members(stream, path, os.fstat(descriptor).st_size, nested))
+        names, offsets, sizes = zip(*members, strict=True) if members else ((), (), ())
+        numbers = {"offset": np.array(offsets, dtype=np.int64), "size": np.array(sizes, dtype=np.int64)}
+        return Scan(names=Names.of(names), numbers=numbers)
+
+    return scan_file(path, "tar-of-tars" if nested else "tar", scan)
+
+
+def _members(stream: IO[bytes], path: Path, limit: int, nested: bool) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and size of every plain file of the tar from the stream's position to `limit`.
+
+    Raises:
+        Problem: the tar is cut off or damaged.
+    """
+    end = stream.tell()
+    try:
+        with tarfile.open(fileobj=stream, mode="r:") as archive:
+            for info in archive:
+                end = info.offset_data + -(-info.size // _TAR_BLOCK) * _TAR_BLOCK
+                name = info.name.removeprefix("./")
+                if info.isfile() and nested:
+                    folder, dot, ending = name.rpartition(".")
+                    if not dot or ending != "tar":
+                        raise Problem(f"{path}: {name} in it is not a tar of one class; use the file as distributed")
+                    stream.seek(info.offset_data)
+                    for file, offset, size in _members(stream, path, end, nested=False):
+                        yield f"{folder}/{file}", offset, size
+                elif info.isfile():
+                    yield name, info.offset_data, info.size
+    except tarfile.TarError as error:
+        raise Problem(f"{path}: the tar file is cut off or damaged ({error}); fetch it again") from error
+    stream.seek(end)
+    if end + _TAR_BLOCK > limit or stream.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
+        raise Problem(f"{path}: the tar file is cut off (its end mark is missing); fetch it again")
 
 
 # ------------------------------------------------------------------------------------ arrays in the cache

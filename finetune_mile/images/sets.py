@@ -129,7 +129,8 @@ def labels_of(sets: Sequence[Sequence[str]], classes: Sequence[str], several: bo
     return multi_hot(sets, classes) if several else number([names[0] if names else "" for names in sets], classes)
 
 
-def unique_ids(classes: Sequence[str], files: Sequence[str]) -> list[str]:
-    """`<class>/<file name>` for each image; the path instead where two images would share that."""
-    ids = [f"{label}/{file.rpartition('/')[2]}" for label, file in zip(classes, files, strict=True)]
+def unique_ids(sets: Sequence[Sequence[str]], files: Sequence[str]) -> list[str]:
+    """`<class>/<file name>` for each image, `unlabelled/` without one; the path where two images would share that."""
+    pairs = zip(sets, files, strict=True)
+    ids = [f"{names[0] if names else 'unlabelled'}/{file.rpartition('/')[2]}" for names, file in pairs]
     return ids if len(set(ids)) == len(ids) else list(files)

@@ -313,9 +313,14 @@ def hold_out(pools: Pools, share: float, seed: int) -> Pools:
     return dataclasses.replace(pools, indices=rest, calibration=taken)
 
 
+def label_counts(given: Tensor, num_classes: int) -> Tensor:
+    """How many images have each label, (C,)."""
+    return (given > 0).sum(0) if given.ndim == 2 else given[given >= 0].bincount(minlength=num_classes)
+
+
 def balanced_weights(given: Tensor, num_classes: int) -> Tensor:
     """Class weights (C,) that are inverse to the label counts, with mean 1; a class without labels gets 1."""
-    counts = (given > 0).sum(0) if given.ndim == 2 else given[given >= 0].bincount(minlength=num_classes)
+    counts = label_counts(given, num_classes)
     present = counts > 0
     weights = 1 / counts.float().clamp(min=1)
     return (weights / weights[present].mean()).masked_fill(~present, 1.0)

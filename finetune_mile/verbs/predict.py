@@ -112,6 +112,7 @@ def _predict(options: argparse.Namespace, names: list[str]) -> int:
     from finetune_mile.checkpoints.classifier import open_with_head
     from finetune_mile.checkpoints.exporting import thresholds_of
     from finetune_mile.measures.labels import labelled, photos, say_labels, say_threshold
+    from finetune_mile.pages.annotated import write_copy
     from finetune_mile.training.processes import use_threads
 
     use_threads()
@@ -141,8 +142,6 @@ def _predict(options: argparse.Namespace, names: list[str]) -> int:
             out.write(say_labels(options.format, names[sample], labels, one=one, width=width))
             out.flush()
             if options.annotate is not None:
-                from finetune_mile.pages.annotated import write_copy
-
                 write_copy(images, sample, labels, options.annotate, taken)
     out.flush()
     seconds, read = time.monotonic() - began, len(names) - skipped

@@ -18,13 +18,12 @@ import numpy as np
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.name_lists import locate
 from finetune_mile.images.readers import Files, TarFiles
-from finetune_mile.images.scans import scan_tree
+from finetune_mile.images.scans import scan_tar, scan_tree
 from finetune_mile.images.sets import Data, number, to_set
 from finetune_mile.images.sources import read_options
 from finetune_mile.images.sources.folder import class_names
 from finetune_mile.images.sources.lists import read_lines, read_rows
 from finetune_mile.images.splits import make_data
-from finetune_mile.images.tars import scan_tar
 
 TAR = "ILSVRC2012_img_%s.tar"
 BELOW = ("", "ILSVRC/Data/CLS-LOC")  # the second is Kaggle's

@@ -60,7 +60,7 @@ def load_csv(where: str, flag: str) -> Data:
         if split and not (root / files[0]).exists() and (root / split / files[0]).exists():
             root = root / split
         chosen = [sets[i] for i in group]
-        ids = files if several else unique_ids([names[0] if names else "unlabelled" for names in chosen], files)
+        ids = files if several else unique_ids(chosen, files)
         if len(set(ids)) < len(ids):
             twice = next(name for i, name in enumerate(ids) if name in ids[:i])
             raise Problem(f"{flag}: {twice} is listed twice in the same split")
