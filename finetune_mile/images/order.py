@@ -55,12 +55,9 @@ class Order:
 
     def keys(self, start: int, size: int) -> list[Key]:
         """The keys of positions [start, start + size)."""
-        keys: list[Key] = []
-        while len(keys) < size:
-            epoch, offset = divmod(start + len(keys), len(self.pool))
-            places = permutation(self.seed, epoch, len(self.pool))[offset : offset + size - len(keys)]
-            keys += [(epoch, sample) for sample in self.pool[places].tolist()]
-        return keys
+        count = len(self.pool)
+        places = (divmod(position, count) for position in range(start, start + size))
+        return [(epoch, int(self.pool[permutation(self.seed, epoch, count)[place]])) for epoch, place in places]
 
 
 @dataclass(frozen=True, slots=True)

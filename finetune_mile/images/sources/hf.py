@@ -145,7 +145,7 @@ def _classes(kind: Any, columns: list[list[Any]], tables: Sequence[Any], flag: s
     if hasattr(inner, "names"):
         return list(inner.names)
     labels = (value for cells in columns for value in chain(*map(values, cells)))
-    return _shard_names(tables) or class_names(labels, flag)
+    return _shard_names(tables) or classes_of(labels, flag)
 
 
 def values(cell: Any) -> list[Any]:
@@ -154,8 +154,8 @@ def values(cell: Any) -> list[Any]:
     return [value for value in (cell if several else [cell]) if value not in (None, -1, "")]
 
 
-def class_names(labels: Iterable[Any], flag: str) -> list[str]:
-    """Classes that are numbers, from 0 to the largest; or names in sorted order, where a label is none."""
+def classes_of(labels: Iterable[Any], flag: str) -> list[str]:
+    """The classes of labels: numbers from 0 to the largest, or names in sorted order where a label is not a number."""
     found = set(labels)
     if not all(isinstance(value, int | np.integer) for value in found):
         return sorted(set(map(str, found)))

@@ -21,7 +21,7 @@ from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.images.pipeline import to_pixels
 from finetune_mile.images.readers import Files
 from finetune_mile.images.sets import Data, ImageSet, labels_of, to_set, unique_ids
-from finetune_mile.images.sources.hf import class_names, from_splits, values
+from finetune_mile.images.sources.hf import classes_of, from_splits, values
 from finetune_mile.images.splits import make_data
 
 SPLITS = ("train", "val", "test")
@@ -63,7 +63,7 @@ def _listed(name: str, given: Sequence[Any], flag: str) -> Data:
     files = [os.path.abspath(Path(path).expanduser()) for path in paths]  # noqa: PTH100  a user's links stay
     several = any(isinstance(label, list | tuple | set) for label in labels)
     cells = [values(label) for label in labels]
-    classes = class_names(chain(*cells), flag)
+    classes = classes_of(chain(*cells), flag)
     sets = [[str(value) for value in cell] for cell in cells]
     shared = os.path.commonpath([os.path.dirname(file) for file in files])  # noqa: PTH120  not part of an id
     ids = [os.path.relpath(file, shared) for file in files] if several else unique_ids(sets, files)
@@ -93,7 +93,7 @@ def _items(name: str, splits: Mapping[str, Any], flag: str) -> Data:
     labels = {split: _labels(split, items, flag) for split, items in splits.items()}
     train = splits["train"]
     named = getattr(train.dataset if isinstance(train, Subset) else train, "classes", None)
-    classes = class_names({*np.concatenate([*labels.values()]).tolist()} - {-1}, flag)
+    classes = classes_of({*np.concatenate([*labels.values()]).tolist()} - {-1}, flag)
     if isinstance(named, list | tuple) and len(named) >= len(classes):
         classes = [str(each) for each in named]
     sets = {
