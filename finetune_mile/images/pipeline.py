@@ -291,10 +291,6 @@ class Views(Dataset[tuple[Batch, dict[int, str]]]):
 
     __getitem__ = read  # what torch's loader calls
 
-    def reads_the_same(self, other: Views) -> bool:
-        """Has the other one the same images and preprocessing? Only for plain views."""
-        return type(self) is type(other) and self.images is other.images and self.preprocess == other.preprocess
-
     def _views(self, images: Iterable[Tensor], keys: list[Key], augmentation: Augmentation | None, seed: int) -> Tensor:
         if augmentation is None:
             return torch.stack([centre_view(image, self.preprocess) for image in images])
@@ -331,22 +327,25 @@ def batches(views: Views, keys: Iterable[list[Key]], *, workers: int, pin: bool)
     )
 
 
+_Kind = tuple[int, Preprocess]  # id of an image set, and how it is shown
+
+
 class _Requests:
     """The sampler of `Readers`: in each pass, which views and which keys."""
 
-    passed: Iterable[tuple[int, list[Key]]] = ()
+    passed: Iterable[tuple[_Kind, list[Key]]] = ()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.passed)
 
 
 class _Several(Dataset[tuple[Batch, dict[int, str]]]):
-    def __init__(self, known: Sequence[Views]) -> None:
-        self.known = list(known)
+    def __init__(self, known: Mapping[_Kind, Views]) -> None:
+        self.known = dict(known)
 
-    def __getitem__(self, request: tuple[int, list[Key]]) -> tuple[Batch, dict[int, str]]:
-        number, keys = request
-        return self.known[number].read(keys)
+    def __getitem__(self, request: tuple[_Kind, list[Key]]) -> tuple[Batch, dict[int, str]]:
+        kind, keys = request
+        return self.known[kind].read(keys)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -359,7 +358,7 @@ class Readers:
     workers: int  # processes
     pin: bool  # into memory that a GPU copies from while it computes
     batch_size: int  # images that a pass shows at a time
-    _known: list[Views] = field(default_factory=list, init=False)
+    _known: dict[_Kind, Views] = field(default_factory=dict, init=False)
     _requests: _Requests = field(default_factory=_Requests, init=False)
     _loader: DataLoader[tuple[Batch, dict[int, str]]] | None = field(default=None, init=False)
 
@@ -367,15 +366,15 @@ class Readers:
         """As the function `batches`; a pass that was not taken to its end is over when the next one begins."""
         if self.workers == 0 or views.augmentation is not None:
             return batches(views, keys, workers=self.workers, pin=self.pin)
-        number = next((n for n, known in enumerate(self._known) if known.reads_the_same(views)), len(self._known))
-        if number == len(self._known):
-            self._known.append(views)
+        kind = id(views.images), views.preprocess
+        if kind not in self._known:
+            self._known[kind] = views
             self._loader = DataLoader(
                 _Several(self._known), batch_size=None, sampler=self._requests, num_workers=self.workers,
                 pin_memory=self.pin, worker_init_fn=_serve_one_process, persistent_workers=True,
             )  # fmt: skip
         assert self._loader is not None
-        self._requests.passed = ((number, each) for each in keys)
+        self._requests.passed = ((kind, each) for each in keys)
         return _start(views, self._loader)
 
 

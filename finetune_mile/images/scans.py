@@ -13,7 +13,7 @@ import tarfile
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -53,18 +53,6 @@ def scan_tree(root: Path, flag: str) -> Scan:
         return kept
     scan, stamp = _walk(root, flag)
     if len(scan.names) >= WORTH_KEEPING:
-        _save(place, scan, stamp)
-    return scan
-
-
-def scan_file(path: Path, kind: str, make: Callable[[], Scan]) -> Scan:
-    """The scan that `make` returns for a file; from the cache as long as the file's size and time stay."""
-    status = path.stat()
-    stamp = {"size": status.st_size, "time": status.st_mtime_ns}
-    place = _cache_file(path, kind)
-    scan, known = _load(place)
-    if scan is None or known != stamp:
-        scan = make()
         _save(place, scan, stamp)
     return scan
 
@@ -144,25 +132,29 @@ def _save(path: Path, scan: Scan, stamp: Mapping[str, int]) -> None:
 
 
 def scan_tar(path: Path, *, nested: bool = False) -> Scan:
-    """The files of a tar, sorted by name, with `offset` and `size`; remembered in the cache.
+    """The files of a tar, sorted by name, with `offset` and `size`; from the cache if size and time are the same.
 
     Args:
         path: the tar file, not compressed.
         nested: its members are tars themselves: `n01440764.tar` becomes the folder `n01440764/`.
     """
-
-    def scan() -> Scan:
-        try:
-            descriptor = open_regular(path)
-        except OSError as error:
-            raise Problem(f"{path}: cannot be read ({error.strerror})") from error
-        with os.fdopen(descriptor, "rb", buffering=0) as stream:
-            members = sorted(_members(stream, path, os.fstat(descriptor).st_size, nested))
-        names, offsets, sizes = zip(*members, strict=True) if members else ((), (), ())
-        numbers = {"offset": np.array(offsets, dtype=np.int64), "size": np.array(sizes, dtype=np.int64)}
-        return Scan(names=Names.of(names), numbers=numbers)
-
-    return scan_file(path, "tar-of-tars" if nested else "tar", scan)
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        raise Problem(f"{path}: cannot be read ({error.strerror})") from error
+    with os.fdopen(descriptor, "rb", buffering=0) as stream:
+        status = os.fstat(descriptor)
+        stamp = {"size": status.st_size, "time": status.st_mtime_ns}
+        place = _cache_file(path, "tar-of-tars" if nested else "tar")
+        kept, known = _load(place)
+        if kept is not None and known == stamp:
+            return kept
+        members = sorted(_members(stream, path, status.st_size, nested))
+    names, offsets, sizes = zip(*members, strict=True) if members else ((), (), ())
+    numbers = {"offset": np.array(offsets, dtype=np.int64), "size": np.array(sizes, dtype=np.int64)}
+    scan = Scan(names=Names.of(names), numbers=numbers)
+    _save(place, scan, stamp)
+    return scan
 
 
 def _members(stream: IO[bytes], path: Path, limit: int, nested: bool) -> Iterator[tuple[str, int, int]]:

@@ -280,11 +280,6 @@ def with_validation(pools: Pools, val: ImageSet) -> Pools:
     return dataclasses.replace(pools, images=images, indices=indices)
 
 
-def held_out_share(share: float, labelled: int) -> float:
-    """The share of so many labelled images that is held out: at least 500 of them, or a fifth where they are few."""
-    return max(share, min(LEAST_CALIBRATION / labelled, MOST_CALIBRATION)) if share else 0.0
-
-
 def hold_out(pools: Pools, share: float, seed: int) -> Pools:
     """Take a share of the labelled images, of each class, out of every pool.
 
@@ -306,7 +301,7 @@ def hold_out(pools: Pools, share: float, seed: int) -> Pools:
         raise Problem(f"{HELD_OUT_FLAGS} need classes with two labelled images or more; these have one each")
     ids = [pools.images.ids[i] for i in labelled[spare]]
     alike = None if pools.images.alike is None else pools.images.alike[labelled[spare]]
-    share = held_out_share(share, len(labelled))
+    share = max(share, min(LEAST_CALIBRATION / len(labelled), MOST_CALIBRATION))
     drawn = stratified(labels[spare], ids, share, seed + CALIBRATION_SEED, alike=alike)
     taken = labelled[spare[drawn]]
     rest = {name: np.setdiff1d(members, taken, assume_unique=True) for name, members in pools.indices.items()}
