@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from finetune_mile.compute.passes import Outputs
-from finetune_mile.images.index import BadImages
+from finetune_mile.images.bad_images import BadImages
 from finetune_mile.images.order import Indices
 from finetune_mile.learning.loop import Loop
 from finetune_mile.run import main

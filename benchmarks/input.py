@@ -22,9 +22,9 @@ from torch.utils.data import default_collate
 from torchvision import datasets, transforms
 
 from finetune_mile.core.types import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from finetune_mile.images.index import ImageSet
 from finetune_mile.images.order import Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers, normalise
+from finetune_mile.images.sets import ImageSet
 from finetune_mile.images.sources import load_data
 from finetune_mile.networks.heads import build, new_head
 

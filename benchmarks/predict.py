@@ -14,7 +14,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,8 +22,9 @@ from input import SIZE, synthesise
 from finetune_mile.checkpoints.classifier import open_with_head
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images.index import Files, ImageSet
-from finetune_mile.images.pipeline import decode_from, default_workers
+from finetune_mile.images.pipeline import default_workers
+from finetune_mile.images.readers import Files
+from finetune_mile.images.sets import ImageSet
 from finetune_mile.measures.labels import labelled
 from finetune_mile.networks.heads import build, new_head
 from finetune_mile.training.processes import use_threads
@@ -58,9 +58,7 @@ def main() -> None:
         config = {"arch": options.arch, "padding": "torch", "num_classes": 10, "activation": "sigmoid"}
         write_export(Path(place, "export"), network, Preprocess().model_dump(mode="json") | config)
         opened = open_with_head(str(Path(place, "export")), "RUN")
-        images = ImageSet(
-            ids=names, given=torch.full((len(names),), -1), truth=None, read=partial(decode_from, Files(Path(), names))
-        )
+        images = ImageSet(ids=names, given=torch.full((len(names),), -1), truth=None, content=Files(Path(), names))
         batch = torch.randn(options.batch_size, 3, 224, 224, device=options.device)
         batch = batch.contiguous(memory_format=torch.channels_last)
 

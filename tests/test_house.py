@@ -51,10 +51,9 @@ STATEMENTS = {
     "verbs": 779,
 }
 # Left from before these rules. Nothing may be added.
-TOO_LONG = {"images/checks.py:report", "training/explain.py:explain"}
+TOO_LONG = {"training/explain.py:explain"}
 TOO_WIDE = {
     "api.py:train",  # public: its keywords are the flags that most calls need, with their sentences in help(train)
-    "images/sources/grids.py:make_grids",
     "training/minutes.py:train_in_time",
 }
 TWINS = {"Block", "State"}  # of methods: each file has its own settings and its own memory by these names
@@ -67,7 +66,8 @@ NO_TORCH = (
     "run", "core/problems", "core/download", "core/files", "core/types", "core/console",
     "learning/phases",
     "methods/__init__", "checkpoints/cards", "checkpoints/init", "images/sources/__init__",
-    "images/index", "images/order", "images/splits", "images/tars", "images/sources/wds",
+    "images/sets", "images/scans", "images/readers", "images/bad_images", "images/order", "images/splits",
+    "images/sources/wds",
     "images/alike", "images/groups", "images/name_lists",
     "paper/pretraining/recipe", "paper/pretrain", "verbs/embed", "verbs/probe", "verbs/predict", "verbs/export",
     "verbs/check",

@@ -74,11 +74,12 @@ def prepare(folder: Path, init: str, data: str, fraction: float, seed: int, opti
     }  # fmt: skip
     if not (folder / "views.pt").is_file():
         for name, half, rows in (("train", images.train, labelled), ("val", images.val, range(len(images.val)))):
-            assert half.encoded is not None
             for row in map(int, rows):
                 photo = folder / name / f"{int(half.given[row]):04d}" / f"{row:07d}{Path(half.ids[row]).suffix}"
                 photo.parent.mkdir(parents=True, exist_ok=True)
-                photo.write_bytes(half.encoded(row))
+                content = half.content(row)
+                assert isinstance(content, bytes)
+                photo.write_bytes(content)
         views = torch.stack([centre_view(images.val.read(i), convention) for i in range(len(images.val))])
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (convention.mean, convention.std))
         with torch.inference_mode():

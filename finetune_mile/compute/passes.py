@@ -51,25 +51,22 @@ def stream(
     """Samples (B,) and their float32 outputs, batch by batch; rows are on the network's device, `readable` is not.
 
     Args:
-        network: bare (not wrapped); in eval mode until the last batch, then as it was.
+        network: bare (not wrapped); in eval mode for each batch, then as it was.
         views: the images and their preprocessing.
         keys: of each batch.
         prepare: images to the network's input.
         readers: loader processes.
         precision: the context to compute in, such as `accelerator.autocast`.
     """
-    was_training = network.training
-    network.eval()
     asked, keys = tee(keys)
     for batch, those in zip(readers.batches(views, keys), asked, strict=True):
         with precision():
-            rows = network(prepare(batch.images)).float()
+            rows = show(network, prepare(batch.images)).float()
         samples = np.array([sample for _, sample in those])
         readable = torch.from_numpy(~np.isin(samples, list(views.bad)))
         if not bool(readable.all()):
             rows[~readable] = torch.nan
         yield samples, Outputs(rows, readable)
-    network.train(was_training)
 
 
 def outputs_of(
@@ -97,6 +94,8 @@ def outputs_of(
     for _, part in stream(network, views, keys_of(mine, readers.batch_size), prepare, readers, accelerator.autocast):
         parts.append(part)
         tick()
+    if sum(len(part.rows) for part in parts) != len(mine):
+        raise RuntimeError(f"not all of {len(mine)} images were evaluated: this is a bug, please report it")
     flags = [part.readable.unsqueeze(1).float() for part in parts]
     return Outputs(
         _woven(accelerator, [part.rows for part in parts], len(indices)),
@@ -112,18 +111,12 @@ def keys_of(samples: Indices, batch_size: int, epoch: int = 0) -> Iterator[list[
 
 def _woven(accelerator: Accelerator, parts: list[Tensor], total: int) -> Tensor:
     """Weave the processes' rows back into one order; a shorter share is padded, and may even be empty."""
-    world, device = accelerator.num_processes, accelerator.device
-    counted, width = sum(map(len, parts)), max((part.shape[1] for part in parts), default=0)
-    if world > 1:
-        seen = accelerator.gather(torch.tensor([[counted, width]], device=device))
-        counted, width = int(seen[:, 0].sum()), int(seen[:, 1].max())
-    if counted != total:
-        raise RuntimeError(f"{counted} images were evaluated, expected {total}: this is a bug, please report it")
-    mine = torch.cat(parts) if parts else torch.zeros(0, width)
+    world, mine = accelerator.num_processes, torch.cat(parts) if parts else torch.zeros(0, 0)
     if world == 1:
         return mine.cpu()
-    longest = -(-total // world)
-    padded = nn.functional.pad(mine.to(device), (0, 0, 0, longest - len(mine)))
+    longest, mine = -(-total // world), mine.to(accelerator.device)
+    width = int(accelerator.gather(torch.tensor([mine.shape[1]], device=mine.device)).max())
+    padded = nn.functional.pad(mine, (0, width - mine.shape[1], 0, longest - len(mine)))
     gathered = accelerator.gather(padded).unflatten(0, (world, longest))
     woven: Tensor = gathered.transpose(0, 1).flatten(0, 1)[:total].cpu()
     return woven

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -26,8 +26,8 @@ import torch
 from finetune_mile.compute.passes import Outputs
 from finetune_mile.core.files import cache, whole_file, write_json
 from finetune_mile.core.problems import BadImage, Problem
-from finetune_mile.images.index import Data, ImageSet
 from finetune_mile.images.order import Indices
+from finetune_mile.images.sets import Data, ImageSet
 from finetune_mile.images.splits import label_names
 
 Dtype = Literal["float16", "float32"]
@@ -77,6 +77,14 @@ class Store:
         path = self.file(split, 0, "marks")
         return np.fromfile(path if path.is_file() else os.devnull, dtype=np.uint8).reshape(-1, MARK)
 
+    def note(self) -> dict[str, Any]:
+        """What FACTS holds; `depends_on` is empty where the file is damaged, or being written."""
+        try:
+            note: dict[str, Any] = json.loads((self.path / FACTS).read_text(encoding="utf-8"))
+            return note if isinstance(note["depends_on"], dict) else {"depends_on": {}}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {"depends_on": {}}
+
     def file(self, split: Split, view: int, ending: str) -> Path:
         return self.path / (f"{split}.view{view}.{ending}" if view else f"{split}.{ending}")
 
@@ -90,10 +98,9 @@ def check_store(store: Store, facts: Mapping[str, Any]) -> None:
         if store.path.exists() and not store.path.is_dir():
             raise Problem(f"{store.path}: is a file; name a folder for the features")
         return
-    try:
-        known = json.loads(path.read_text(encoding="utf-8"))["depends_on"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Problem(f"{path}: is damaged; remove {store.path} and embed again") from error
+    known = store.note()["depends_on"]
+    if not known:
+        raise Problem(f"{path}: is damaged; remove {store.path} and embed again")
     if known == facts:
         return
     reasons = [words for name, words in DIFFERENCES.items() if known.get(name) != facts[name]]
@@ -165,30 +172,30 @@ def reuse(
             wanted[mark].append(row)
     with whole_file(before) as part:
         marks.tofile(part)
-    return sum(_copy(other, theirs, store, split, wanted) for other in _alike(store, facts) for theirs in SPLITS)
+    others = [
+        other
+        for other in kept_stores()
+        if {**other.note()["depends_on"], "images": None} == {**facts, "images": None}
+        and other.path.resolve() != store.path.resolve()
+    ]
+    return sum(_copy(other, theirs, store, split, wanted) for other in others for theirs in SPLITS)
 
 
 def _mark(images: ImageSet, index: int) -> bytes:
     """A hash of a photo's file, or of its pixels where it has none; zeros where it cannot be read."""
     try:
-        if images.encoded is not None:
-            return hashlib.sha256(images.encoded(index)).digest()
-        pixels = images.read(index).numpy()
+        content = images.content(index)
     except BadImage:
         return bytes(MARK)
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).digest()
+    pixels = content.numpy()
     return hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).digest()
 
 
-def _alike(store: Store, facts: Mapping[str, Any]) -> Iterator[Store]:
-    """Other stores of the cache whose features depend on the same, except for the images."""
-    for path in sorted((cache() / "features").glob(f"*/{FACTS}")):
-        try:
-            known = json.loads(path.read_text(encoding="utf-8"))["depends_on"]
-            same = {**known, "images": None} == {**facts, "images": None}
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged, or being written
-        if same and path.parent.resolve() != store.path.resolve():
-            yield Store(path.parent)
+def kept_stores() -> list[Store]:
+    """The stores of the cache."""
+    return [Store(path.parent) for path in sorted((cache() / "features").glob(f"*/{FACTS}"))]
 
 
 def _copy(other: Store, theirs: Split, store: Store, split: Split, wanted: dict[bytes, list[int]]) -> int:

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -154,21 +154,6 @@ def check_empty(folder: Path, flag: str) -> None:
 
 class RefusedYaml(yaml.MarkedYAMLError):
     """YAML that is larger, deeper or more repetitive than any file of ours, or sets a key twice."""
-
-
-def keep_arrays(path: Path, content: Mapping[str, Any]) -> None:
-    """Write arrays into the cache; one that cannot be written only costs the next start."""
-    import numpy as np
-
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as stream:
-            np.savez(stream, **content)
-        part.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]

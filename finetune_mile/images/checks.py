@@ -18,14 +18,13 @@ from finetune_mile.core.console import progress
 from finetune_mile.core.files import open_regular
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.images.alike import MOST_COMPARED, NEAR, SHOWN, WIDTH, Prints, compare, listed, print_of, same_names
-from finetune_mile.images.index import HEADER, allowed, say_unreadable, write_list
-from finetune_mile.images.splits import label_names
+from finetune_mile.images.bad_images import HEADER, allowed, say_unreadable, write_list
+from finetune_mile.images.splits import label_counts, label_names, one_label_each
 
 if TYPE_CHECKING:
-    from finetune_mile.images.index import Data, ImageSet
+    from finetune_mile.images.sets import Data, ImageSet
 
 UNICODE = " (the same letters in two Unicode forms, as macOS and others write them)"
-_Row = tuple[int, str | None, bytes, int, int, Prints | None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,9 +33,8 @@ class Findings:
 
     images: ImageSet
     bad: dict[int, str] = field(default_factory=dict)  # index to reason
-    heights: list[int] = field(default_factory=list)
-    widths: list[int] = field(default_factory=list)
     digests: dict[int, bytes] = field(default_factory=dict)  # index to hash of the file
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # height and width
     prints: Prints = field(default_factory=lambda: np.zeros((0, WIDTH), dtype=np.float16))  # none where N is too large
 
 
@@ -78,44 +76,36 @@ def examine(images: ImageSet, split: str, workers: int | None) -> Findings:
         findings.prints = np.zeros((len(images), WIDTH), dtype=np.float16)
     with progress(f"reading {split}", len(images)) as advance:
         for batch in loader:
-            for index, reason, digest, height, width, values in batch:
-                if reason is not None:
-                    findings.bad[index] = reason
+            for index, found in batch:
+                if isinstance(found, str):
+                    findings.bad[index] = found
                     continue
-                findings.heights.append(height)
-                findings.widths.append(width)
-                findings.digests[index] = digest
+                findings.digests[index], size, values = found
+                findings.sizes.append(size)
                 if len(findings.prints):
                     findings.prints[index] = values
             advance(len(batch))
     return findings
 
 
-def _examine_batch(images: ImageSet, indices: list[int]) -> list[_Row]:
-    """Index, reason why it is bad or None, hash, height, width and print of images.
+def _examine_batch(images: ImageSet, indices: list[int]) -> list[tuple[int, Any]]:
+    return [(index, _examine(images, index)) for index in indices]
 
-    The hash is of the file, or of the pixels where there is no file.
-    """
+
+def _examine(images: ImageSet, index: int) -> str | tuple[bytes, tuple[int, int], Prints]:
+    """Hash of an image's file (of its pixels where there is none), its size and its print; or why it cannot be read."""
     from PIL import Image
 
     from finetune_mile.images.pipeline import decode
 
-    rows: list[_Row] = []
-    for index in indices:
-        try:
-            if images.encoded is None:
-                image = images.read(index)
-                content = image.contiguous().numpy().tobytes()
-            else:
-                content = images.encoded(index)
-                image = decode(content)
-        except BadImage as error:
-            rows.append((index, str(error), b"", 0, 0, None))
-        else:
-            digest = hashlib.blake2b(content, digest_size=16).digest()
-            photo = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
-            rows.append((index, None, digest, image.shape[1], image.shape[2], print_of(photo)))
-    return rows
+    try:
+        content = images.content(index)
+        image = decode(content) if isinstance(content, bytes) else content
+    except BadImage as error:
+        return str(error)
+    file = content if isinstance(content, bytes) else content.contiguous().numpy().tobytes()
+    photo = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    return hashlib.blake2b(file, digest_size=16).digest(), (image.shape[1], image.shape[2]), print_of(photo)
 
 
 # ------------------------------------------------------------------------------------ copies
@@ -123,40 +113,37 @@ def _examine_batch(images: ImageSet, indices: list[int]) -> list[_Row]:
 
 def find_copies(data: Data, splits: Mapping[str, Findings]) -> list[Copy]:
     """Images that are exact copies or near-duplicates of an earlier one, of the same split or of one before it."""
-    sets = {
-        split: [frozenset(labels) for labels in label_names(each.images.given, data.classes)]
-        for split, each in splits.items()
-    }
     places = [(split, index) for split, each in splits.items() for index in sorted(each.digests)]
+    names = {split: label_names(each.images.given, data.classes) for split, each in splits.items()}
+    labels = [frozenset(names[split][index]) for split, index in places]
 
-    def differ(one: tuple[str, int], other: tuple[str, int]) -> bool:
-        first, second = sets[one[0]][one[1]], sets[other[0]][other[1]]
-        return bool(first and second) and first != second
+    def copy(row: int, of: int, *, exact: bool) -> Copy:
+        return Copy(*places[row], *places[of], exact=exact, labels_differ=differ(row, of))
+
+    def differ(row: int, other: int) -> bool:
+        return bool(labels[row] and labels[other]) and labels[row] != labels[other]
 
     found = []
-    known: dict[bytes, list[tuple[str, int]]] = {}
-    for place in places:
-        same = known.setdefault(splits[place[0]].digests[place[1]], [])
+    known: dict[bytes, list[int]] = {}
+    for row, (split, index) in enumerate(places):
+        same = known.setdefault(splits[split].digests[index], [])
         if same:
-            other = next((each for each in same if differ(place, each)), same[0])
-            found.append(Copy(*place, *other, exact=True, labels_differ=differ(place, other)))
-        same.append(place)
+            found.append(copy(row, next((each for each in same if differ(row, each)), same[0]), exact=True))
+        same.append(row)
     if len(places) > MOST_COMPARED:
         return found
     single = [same[0] for same in known.values()]
-    part = np.array([list(splits).index(split) for split, _ in single])
-    numbers = {labels: number for number, labels in enumerate({labels for each in sets.values() for labels in each})}
-    label = np.array([numbers[sets[split][index]] for split, index in single])
-    labelled = np.array([bool(sets[split][index]) for split, index in single])
-    prints = np.stack([splits[split].prints[index] for split, index in single]) if single else np.zeros((0, WIDTH))
-    for row, alike in compare(prints.astype(np.float16)):
+    part = np.array([list(splits).index(places[row][0]) for row in single])
+    numbers = {each: number for number, each in enumerate(set(labels))} | {frozenset(): -1}
+    label = np.array([numbers[labels[row]] for row in single])
+    prints = [splits[split].prints[index] for split, index in (places[row] for row in single)]
+    for row, alike in compare(np.array(prints, dtype=np.float16).reshape(-1, WIDTH)):
         near = alike >= NEAR
-        other_label = near & labelled[:row] & labelled[row] & (label[:row] != label[row])
+        other_label = near & (label[:row] >= 0) & (label[row] >= 0) & (label[:row] != label[row])
         other_part = near & (part[:row] != part[row])
         masks = [mask for mask in (other_label, other_part) if mask.any()] or [near]
         for best in sorted({int(np.where(mask, alike, -1).argmax()) for mask in masks}):
-            differs = differ(single[row], single[best])
-            found.append(Copy(*single[row], *single[best], exact=False, labels_differ=differs))
+            found.append(copy(single[row], single[best], exact=False))
     return found
 
 
@@ -178,29 +165,16 @@ def list_rows(splits: Mapping[str, Findings], copies: Sequence[Copy]) -> list[tu
 # ------------------------------------------------------------------------------------ the report
 
 
-def report(data: Data, splits: Mapping[str, Findings], copies: Sequence[Copy] | None = None) -> Iterator[str]:
-    """The lines to print. `copies`: of `find_copies`, where the caller has them."""
-    if copies is None:
-        copies = find_copies(data, splits)
+def report(data: Data, splits: Mapping[str, Findings], copies: Sequence[Copy]) -> Iterator[str]:
+    """The lines to print. `copies`: of `find_copies`."""
 
-    def say(copy: Copy) -> str:
-        ends = []
-        for split, index in ((copy.split, copy.row), (copy.of_split, copy.of_row)):
-            images = splits[split].images
-            labels = ", ".join(label_names(images.given[index : index + 1], data.classes)[0])
-            ends.append(f"{split} {images.ids[index]}" + (f" ({labels})" if copy.labels_differ else ""))
-        return f"  {ends[0]} {'is' if copy.exact else 'looks like'} {ends[1]}"
-
-    def section(title: str, chosen: Sequence[Copy]) -> Iterator[str]:
-        yield title
-        yield from (say(copy) for copy in chosen[:SHOWN])
-        yield from _more(len(chosen))
+    def section(title: str, chosen: Sequence[Copy], end: str = "") -> Iterator[str]:
+        if chosen:
+            yield f"{title}: {len(chosen):,}{end}"
+            yield from _first([_say_copy(copy, data, splits) for copy in chosen])
 
     wrong = [copy for copy in copies if copy.exact and copy.labels_differ]
-    if wrong:
-        yield from section(
-            f"wrong labels: exact copies that have another label than the original: {len(wrong):,}", wrong
-        )
+    yield from section("wrong labels: exact copies that have another label than the original", wrong)
     kinds = {"training": data.train, "validation": data.val, "test": data.test}
     *counts, last = [f"{len(images):,} {kind}" for kind, images in kinds.items() if images is not None]
     yield f"{data.name}: {', '.join(counts)} and {last} images, {len(data.classes)} classes"
@@ -213,28 +187,19 @@ def report(data: Data, splits: Mapping[str, Findings], copies: Sequence[Copy] | 
         yield from _class_lines(findings.images, data.classes, split)
         yield from _size_lines(findings, split)
         within = [copy for copy in copies if copy.split == copy.of_split == split and not copy.labels_differ]
-        chosen = [copy for copy in within if copy.exact]
-        if chosen:
-            yield from section(f"exact copies within {split}, with the same labels: {len(chosen):,}", chosen)
-        near = len(within) - len(chosen)
-        if near:
-            yield f"near-duplicates within {split}, with the same labels: {near:,}; --list FILE names them"
+        exact = [copy for copy in within if copy.exact]
+        yield from section(f"exact copies within {split}, with the same labels", exact)
+        if len(within) > len(exact):
+            near = f"{len(within) - len(exact):,}; --list FILE names them"
+            yield f"near-duplicates within {split}, with the same labels: {near}"
     for one, two in itertools.combinations(splits, 2):
-        first = {digest: index for index, digest in reversed(splits[one].digests.items())}
-        second = {digest: index for index, digest in reversed(splits[two].digests.items())}
-        shared = sorted(first.keys() & second.keys(), key=second.__getitem__)
-        yield f"exact duplicates across {one} and {two}: {len(shared)}"
-        old, new = splits[one].images.ids, splits[two].images.ids
-        yield from (f"  {two} {new[second[same]]} is {one} {old[first[same]]}" for same in shared[:SHOWN])
-        yield from _more(len(shared))
-        chosen = [copy for copy in copies if not copy.exact and (copy.of_split, copy.split) == (one, two)]
-        chosen.sort(key=lambda copy: not copy.labels_differ)
-        chosen = list({copy.row: copy for copy in chosen}.values())  # each once, rather as a copy with the same label
-        if chosen:
-            yield from section(f"near-duplicates across {one} and {two}: {len(chosen):,}", chosen)
-    chosen = [copy for copy in copies if not copy.exact and copy.labels_differ]
-    if chosen:
-        yield from section(f"near-duplicates with different labels: {len(chosen):,}; one label may be wrong", chosen)
+        yield from _shared(one, splits[one], two, splits[two])
+        across = [copy for copy in copies if not copy.exact and (copy.of_split, copy.split) == (one, two)]
+        across.sort(key=lambda copy: not copy.labels_differ)
+        once = {copy.row: copy for copy in across}  # rather as a copy with the same label
+        yield from section(f"near-duplicates across {one} and {two}", [*once.values()])
+    doubtful = [copy for copy in copies if not copy.exact and copy.labels_differ]
+    yield from section("near-duplicates with different labels", doubtful, "; one label may be wrong")
     if sum(len(findings.digests) for findings in splits.values()) > MOST_COMPARED:
         yield f"near-duplicates were not searched: there are more than {MOST_COMPARED:,} images"
     yield from data.notes
@@ -246,26 +211,38 @@ def report(data: Data, splits: Mapping[str, Findings], copies: Sequence[Copy] | 
         bad, ids = findings.bad, findings.images.ids
         verdict = "would stop" if len(bad) > allowed(len(ids)) else "would skip them"
         yield f"{split}: {len(bad)} images cannot be read" + (f"; a run {verdict}" if bad else "")
-        yield from (f"  {ids[index]}: {reason}" for index, reason in sorted(bad.items())[:SHOWN])
-        yield from _more(len(bad))
+        yield from _first([f"  {ids[index]}: {reason}" for index, reason in sorted(bad.items())])
 
 
-def _more(count: int) -> Iterator[str]:
-    if count > SHOWN:
-        yield f"  and {count - SHOWN:,} more; --list FILE writes all of them"
+def _first(lines: Sequence[str]) -> Iterator[str]:
+    """The first lines, and how many more there are."""
+    yield from lines[:SHOWN]
+    if len(lines) > SHOWN:
+        yield f"  and {len(lines) - SHOWN:,} more; --list FILE writes all of them"
+
+
+def _say_copy(copy: Copy, data: Data, splits: Mapping[str, Findings]) -> str:
+    ends = []
+    for split, index in ((copy.split, copy.row), (copy.of_split, copy.of_row)):
+        images = splits[split].images
+        labels = ", ".join(label_names(images.given[index : index + 1], data.classes)[0])
+        ends.append(f"{split} {images.ids[index]}" + (f" ({labels})" if copy.labels_differ else ""))
+    return f"  {ends[0]} {'is' if copy.exact else 'looks like'} {ends[1]}"
+
+
+def _shared(one: str, old: Findings, two: str, new: Findings) -> Iterator[str]:
+    """Photos that two splits share: each once, the first of its copies in either."""
+    first, second = ({digest: index for index, digest in reversed(each.digests.items())} for each in (old, new))
+    shared = sorted(first.keys() & second.keys(), key=second.__getitem__)
+    yield f"exact duplicates across {one} and {two}: {len(shared)}"
+    yield from _first([f"  {two} {new.images.ids[second[d]]} is {one} {old.images.ids[first[d]]}" for d in shared])
 
 
 def _class_lines(images: ImageSet, classes: Sequence[str], split: str) -> Iterator[str]:
-    import torch
-
-    given = images.given
     if not len(classes):
         yield f"{split}: {len(images):,} images without labels"
         return
-    if given.ndim == 1:
-        counts, unlabelled = torch.bincount(given[given >= 0], minlength=len(classes)), int((given < 0).sum())
-    else:
-        counts, unlabelled = (given > 0).sum(0), int((~(given > 0).any(1)).sum())
+    counts, unlabelled = label_counts(images.given, len(classes)), int((one_label_each(images.given) < 0).sum())
     low, high = int(counts.argmin()), int(counts.argmax())
     few, many, rest = int(counts[low]), int(counts[high]), f"; {unlabelled:,} unlabelled" if unlabelled else ""
     if few == many:
@@ -281,8 +258,8 @@ def _class_lines(images: ImageSet, classes: Sequence[str], split: str) -> Iterat
 
 
 def _size_lines(findings: Findings, split: str) -> Iterator[str]:
-    if findings.heights:
-        widths, heights = np.array(findings.widths), np.array(findings.heights)
+    if findings.sizes:
+        heights, widths = np.array(findings.sizes).T
         short = np.minimum(widths, heights)
         yield (
             f"{split}: short side {short.min()} to {short.max()} pixels, median {int(np.median(short))}; "

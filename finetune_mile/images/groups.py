@@ -11,7 +11,6 @@ import io
 import os
 import sys
 import warnings
-import zipfile
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,14 +21,15 @@ import numpy.typing as npt
 
 from finetune_mile.core.console import progress
 from finetune_mile.core.cores import usable_cores
-from finetune_mile.core.files import LARGEST_IMAGE, cache, keep_arrays, open_regular, read_regular
+from finetune_mile.core.files import LARGEST_IMAGE, cache, open_regular, read_regular
 from finetune_mile.core.problems import BadImage
 from finetune_mile.images.alike import NEAR, NEXT, SIDE, WIDTH, Prints, compare, print_of, similarity
-from finetune_mile.images.index import Files, Picked
 from finetune_mile.images.order import Indices
+from finetune_mile.images.readers import Files, Picked
+from finetune_mile.images.scans import keep_arrays, kept_arrays
 
 if TYPE_CHECKING:
-    from finetune_mile.images.index import ImageSet
+    from finetune_mile.images.sets import ImageSet
 
 MOST_PHOTOS = 20_000  # above it only exact copies are found
 MOST_FILES = 200_000  # above it nothing is
@@ -44,14 +44,14 @@ Stamps = npt.NDArray[np.uint8]  # (N, 16)
 
 def find_groups(images: ImageSet) -> Indices | None:
     """(N,) images with the same number belong together; -1: alone. None: they are no files, or too many."""
-    paths = _paths(images.encoded)
+    paths = _paths(images.content)
     if paths is None or not 1 < len(paths) <= MOST_FILES:
         return None
     sizes, stamps = _stamp(paths, images.ids)
     root = f"{FORMAT}\n{os.path.commonpath(paths)}".encode("utf-8", "surrogateescape")
     place = cache() / "alike" / f"{hashlib.sha256(root).hexdigest()[:24]}.npz"
-    known = _load(place)
-    if known is not None and np.array_equal(known["stamps"], stamps):
+    known = kept_arrays(place)
+    if known and np.array_equal(known["stamps"], stamps):
         return np.asarray(known["groups"], dtype=np.int64)
     groups = np.arange(len(paths))
     for rows in _exact(paths, sizes):
@@ -146,15 +146,15 @@ def _parted(rows: Iterable[int], key: Callable[[int], Hashable]) -> list[list[in
 # ------------------------------------------------------------------------------------ near-duplicates
 
 
-def _read(paths: Sequence[str], stamps: Stamps, known: dict[str, Any] | None) -> Prints:
+def _read(paths: Sequence[str], stamps: Stamps, known: dict[str, Any]) -> Prints:
     """The prints of photos, (N, WIDTH), from the cache where they are there; zeros for one that cannot be read."""
     prints = np.zeros((len(paths), WIDTH), dtype=np.float16)
-    old = {} if known is None else {stamp.tobytes(): row for row, stamp in enumerate(known["stamps"])}
+    pairs = zip(known.get("stamps", ()), known.get("prints", ()), strict=False)  # too many photos have no prints
+    old = {stamp.tobytes(): values for stamp, values in pairs}
     new = []
     for row, stamp in enumerate(stamps):
-        place = old.get(stamp.tobytes(), WIDTH**3)
-        if known is not None and place < len(known["prints"]):
-            prints[row] = known["prints"][place]
+        if stamp.tobytes() in old:
+            prints[row] = old[stamp.tobytes()]
         else:
             new.append(row)
     first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -212,12 +212,3 @@ def _stamp(paths: Sequence[str], ids: Sequence[str]) -> tuple[list[int], Stamps]
         text = f"{name}\0{path}\0{size}\0{time}".encode("utf-8", "surrogateescape")
         stamps.append(hashlib.blake2b(text, digest_size=16).digest())
     return sizes, np.frombuffer(b"".join(stamps), dtype=np.uint8).reshape(-1, 16)
-
-
-def _load(path: Path) -> dict[str, Any] | None:
-    """None if there is no such file, or it is damaged."""
-    try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
-            return {key: stored[key] for key in ("stamps", "groups", "prints")}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None

@@ -1,4 +1,4 @@
-"""Lists that name the labelled images: published ones, which are fetched, and the user's (--split). No torch here."""
+"""Lists that name images: published ones, which are fetched, and the user's (--split). No torch here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import lzma
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,12 @@ import numpy as np
 from finetune_mile.core.download import RemoteFile, fetch
 from finetune_mile.core.files import cache, open_regular, size_in_words
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.index import locate
 from finetune_mile.images.order import Indices
 
 if TYPE_CHECKING:
     from finetune_mile.images.splits import SplitCard
 
+MOST_FOLDERS = 64  # at the end of a name that are compared; without a bound a name of slashes takes gigabytes
 LARGEST_LIST = 2**28  # bytes, unpacked; the names of all of ImageNet take about 40 MB
 PACKED: Mapping[str, Callable[[Any], Any]] = {".xz": lzma.LZMAFile, ".gz": lambda file: gzip.GzipFile(fileobj=file)}
 
@@ -72,9 +72,7 @@ def fetch_list(card: SplitCard) -> list[str]:
     return names
 
 
-def find(
-    names: Sequence[str], ids: Sequence[str], flag: str, fraction: float, with_label: int | None = None
-) -> Indices:
+def find(names: Sequence[str], ids: Sequence[str], flag: str) -> Indices:
     """The positions in `ids` of the names of a list, sorted; a name that is not there is an error."""
     positions, missing = locate(names, ids)
     if missing:
@@ -86,9 +84,43 @@ def find(
     indices = np.unique(np.array(positions, dtype=np.int64))
     if len(indices) < len(names):
         raise Problem(f"{flag}: {len(names) - len(indices)} names point to an image that is already listed")
-    of = len(ids) if with_label is None else with_label
-    share = len(indices) / of
-    if fraction < 1 and not 0.5 * fraction <= share <= 2 * fraction:
-        images = "images" if of == len(ids) else "labelled images"
-        raise Problem(f"{flag} holds {share:.2%} of all {images}, --fraction is {fraction:.2%}; leave out one of them")
     return indices
+
+
+def locate(names: Iterable[str], ids: Sequence[str]) -> tuple[list[int], list[str]]:
+    """The position of each of `names` in `ids` (-1: not there), and the names that are not there.
+
+    A name matches an id that equals it or its end (`test/cat/1.jpg` is `cat/1.jpg`). Otherwise it is compared by the
+    bare file name, if only one id has it. The suffix that the hub appends to ImageNet's file names is ignored.
+    """
+    names = list(names)
+    tails = {tail for name in names for tail in _tails(name)}
+    bare_names = {_bare(name) for name in names}
+    by_tail: dict[str, int] = {}
+    by_file: dict[str, int] = {}
+    for index, name in enumerate(ids):
+        if name in tails:
+            by_tail[name] = index
+        file = _bare(name)
+        if file in bare_names:
+            by_file[file] = -1 if file in by_file else index  # -1: ambiguous
+    positions = []
+    for name in names:
+        tail = next((tail for tail in _tails(name) if tail in by_tail), None)
+        positions.append(by_file.get(_bare(name), -1) if tail is None else by_tail[tail])
+    return positions, [name for name, index in zip(names, positions, strict=True) if index < 0]
+
+
+def _bare(name: str) -> str:
+    """The bare file name; ImageNet's files without the `_n01440764` that the hub's copy appends."""
+    file = name.rpartition("/")[2]
+    stem, dot, ending = file.rpartition(".")
+    if stem[-10:-8] == "_n" and stem[-8:].isdigit() and len(stem) > 10:
+        return stem[:-10] + dot + ending
+    return file
+
+
+def _tails(name: str) -> list[str]:
+    """The name, and the name without its first folder, its first two, and so on."""
+    parts = name.rsplit("/", MOST_FOLDERS)
+    return [tail for tail in ("/".join(parts[start:]) for start in range(len(parts))) if tail]

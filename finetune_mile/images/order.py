@@ -7,6 +7,8 @@ number of workers or processes, after a restart, or with the release of a librar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import count, pairwise
 
 import numpy as np
@@ -26,52 +28,49 @@ def _mix(x: U64) -> U64:
 
 def hashes(seed: int, epoch: int | Indices, samples: Indices) -> U64:
     """One 64-bit hash per sample, (n,)."""
-    with np.errstate(over="ignore"):
-        state = _mix(np.full(len(samples), seed, np.uint64) + _GOLDEN)
-        state = _mix(state + np.asarray(epoch).astype(np.uint64) * _GOLDEN + np.uint64(1))
-        return _mix(state + samples.astype(np.uint64) * _GOLDEN + np.uint64(2))
+    state = _mix(np.full(len(samples), seed, np.uint64) + _GOLDEN)
+    state = _mix(state + np.asarray(epoch).astype(np.uint64) * _GOLDEN + np.uint64(1))
+    return _mix(state + samples.astype(np.uint64) * _GOLDEN + np.uint64(2))
 
 
 def uniforms(seed: int, epoch: int | Indices, samples: Indices, count: int) -> npt.NDArray[np.float64]:
     """`count` uniform numbers in [0, 1) for each sample, (n, count)."""
-    with np.errstate(over="ignore"):
-        steps = (np.arange(1, count + 1, dtype=np.uint64)) * _GOLDEN
-        bits = _mix(hashes(seed, epoch, samples)[:, None] + steps)
+    steps = np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
+    bits = _mix(hashes(seed, epoch, samples)[:, None] + steps)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+@lru_cache(maxsize=4)  # a run draws from at most three pools, an epoch of each at a time
 def permutation(seed: int, epoch: int, size: int) -> Indices:
-    """The shuffled positions of one epoch, (size,): sorted by their hash."""
+    """The shuffled positions of one epoch, (size,): sorted by their hash. Kept, so not to be changed."""
     return np.argsort(hashes(seed, epoch, np.arange(size)), kind="stable")
 
 
+@dataclass(frozen=True, slots=True)
 class Order:
     """An endless, shuffled walk over a pool. Epochs follow each other without a gap or a short batch."""
 
-    def __init__(self, pool: Indices, seed: int) -> None:
-        self.pool, self.seed = pool, seed
-        self._epoch = -1
-        self._walk = pool[:0]
+    pool: Indices
+    seed: int
 
     def keys(self, start: int, size: int) -> list[Key]:
         """The keys of positions [start, start + size)."""
-        keys: list[Key] = []
-        while len(keys) < size:
-            epoch, offset = divmod(start + len(keys), len(self.pool))
-            if epoch != self._epoch:
-                self._epoch, self._walk = epoch, self.pool[permutation(self.seed, epoch, len(self.pool))]
-            keys += [(epoch, int(sample)) for sample in self._walk[offset : offset + size - len(keys)]]
-        return keys
+        count = len(self.pool)
+        places = (divmod(position, count) for position in range(start, start + size))
+        return [(epoch, int(self.pool[permutation(self.seed, epoch, count)[place]])) for epoch, place in places]
 
 
+@dataclass(frozen=True, slots=True)
 class Mixture:
     """An order of two walks, interleaved: of each block of `of` positions, `some` come from the first walk.
 
     They are spread evenly, so that any part of a batch has its share, give or take one.
     """
 
-    def __init__(self, first: Order, rest: Order, *, some: int, of: int) -> None:
-        self.first, self.rest, self.some, self.of = first, rest, some, of
+    first: Order
+    rest: Order
+    some: int = field(kw_only=True)
+    of: int = field(kw_only=True)
 
     def keys(self, start: int, size: int) -> list[Key]:
         taken = [position * self.some // self.of for position in range(start, start + size + 1)]  # by the first walk

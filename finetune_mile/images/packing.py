@@ -22,10 +22,11 @@ from torchvision.transforms.v2 import functional as tv
 from finetune_mile.core.console import progress
 from finetune_mile.core.files import locked, whole_file, write_json
 from finetune_mile.core.problems import BadImage, Problem
-from finetune_mile.images.index import Data, ImageSet, write_list
+from finetune_mile.images.bad_images import write_list
 from finetune_mile.images.pipeline import decode, default_workers
+from finetune_mile.images.sets import Data, ImageSet
+from finetune_mile.images.sources.wds import STATE, read_state
 from finetune_mile.images.splits import fingerprint
-from finetune_mile.images.tars import STATE, read_state
 
 LOCK, BAD = ".pack.lock", "bad_images.csv"
 BadList = list[tuple[str, str, str]]  # split, id, reason
@@ -104,10 +105,7 @@ class Packing:
                             else:
                                 _add_members(archive, images, row, content, data.classes)
                             advance(1)
-                    if found:
-                        write_json(listed, found)
-                    else:
-                        listed.unlink(missing_ok=True)  # of a pack that was killed here, before the image was mended
+                    write_json(listed, found)
                 bad += found
         return bad
 
@@ -148,13 +146,13 @@ def _add_members(archive: tarfile.TarFile, images: ImageSet, row: int, jpeg: byt
 def pack_image(images: ImageSet, index: int, size: int, quality: int) -> bytes | str:
     """JPEG bytes with a short side of at most `size`, a small JPEG unchanged; or why the image is bad."""
     try:
-        content = b"" if images.encoded is None else images.encoded(index)
-        image = images.read(index) if images.encoded is None else decode(content)
+        content = images.content(index)
+        image = decode(content) if isinstance(content, bytes) else content
     except BadImage as error:
         return str(error)
     height, width = image.shape[-2:]
     share = size / min(height, width)
-    if share >= 1 and content.startswith(b"\xff\xd8\xff"):
+    if share >= 1 and isinstance(content, bytes) and content.startswith(b"\xff\xd8\xff"):
         return content
     if share < 1:
         shape = [max(size, round(height * share)), max(size, round(width * share))]

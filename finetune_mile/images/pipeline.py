@@ -34,7 +34,7 @@ from finetune_mile.core.types import Batch, Policy, Preprocess
 from finetune_mile.images.order import Indices, Key, uniforms
 
 if TYPE_CHECKING:
-    from finetune_mile.images.index import ImageSet
+    from finetune_mile.images.sets import ImageSet
 
 Box = tuple[int, int, int, int]  # top, left, height, width
 
@@ -57,6 +57,7 @@ POLICY = JITTER + 5
 ERASE = POLICY + 6
 DRAWS = ERASE + 1 + 4 * TRIES
 
+CROP_ASPECT = (3 / 4, 4 / 3)  # width by height
 ERASED = (0.02, 0.33)  # share of the area, as torchvision has it
 ERASED_ASPECT = (1 / 3.3, 1 / 0.3)  # width by height
 WEAK_SEED = 2**32  # added to a run's seed, which is below it
@@ -89,11 +90,6 @@ def decode(data: bytes) -> Tensor:
             image: Tensor = torch.ops.image.decode_jpeg(encoded, ImageReadMode.RGB.value, True)
             return image
     return _by_pil(data)
-
-
-def decode_from(encoded: Callable[[int], bytes], index: int) -> Tensor:
-    """Image number `index` of a reader of bytes, decoded."""
-    return decode(encoded(index))
 
 
 def _jpeg_size_is_safe(data: bytes) -> bool:
@@ -181,12 +177,16 @@ class Augmentation:
 
 def centre_view(image: Tensor, preprocess: Preprocess) -> Tensor:
     """The evaluation view (3, size, size): a central crop of a share of the short side, resized."""
-    height, width = image.shape[-2:]
-    side = max(1, round(min(height, width) * preprocess.crop))
-    top, left = (height - side) // 2, (width - side) // 2
+    top, left, side, _ = box = centre_box(image.shape[-2], image.shape[-1], preprocess.crop)
     if side == preprocess.size:
         return image[:, top : top + side, left : left + side]
-    return resized(image, (top, left, side, side), preprocess)
+    return resized(image, box, preprocess)
+
+
+def centre_box(height: int, width: int, share: float) -> Box:
+    """The square in the middle of an image whose side is a share of the short side."""
+    side = max(1, round(min(height, width) * share))
+    return (height - side) // 2, (width - side) // 2, side, side
 
 
 def resized(image: Tensor, box: Box, preprocess: Preprocess) -> Tensor:
@@ -200,13 +200,6 @@ def resized(image: Tensor, box: Box, preprocess: Preprocess) -> Tensor:
         part.contiguous(memory_format=torch.channels_last), preprocess.size, mode=preprocess.interpolation,
         antialias=preprocess.antialias and preprocess.interpolation != "nearest",
     ).squeeze(0)  # fmt: skip
-
-
-def crop_box(height: int, width: int, scale: tuple[float, float], draws: Sequence[float]) -> Box:
-    """The part that a random resized crop takes: area in `scale`, aspect 3/4 to 4/3."""
-    side = min(height, width)  # a very long image: its middle
-    middle = (height - side) // 2, (width - side) // 2, side, side
-    return random_box(height, width, scale, (3 / 4, 4 / 3), draws) or middle
 
 
 def random_box(
@@ -226,7 +219,8 @@ def random_box(
 def random_view(image: Tensor, preprocess: Preprocess, augmentation: Augmentation, draws: Sequence[float]) -> Tensor:
     """A training view (3, size, size) of an image (3, H, W), decided by `draws` (DRAWS of them) alone."""
     if augmentation.crop == "random-resized":
-        box = crop_box(image.shape[-2], image.shape[-1], augmentation.scale, draws)
+        height, width = image.shape[-2:]
+        box = random_box(height, width, augmentation.scale, CROP_ASPECT, draws) or centre_box(height, width, 1.0)
         image = resized(image, box, preprocess)
     else:
         image = centre_view(image, preprocess)
@@ -291,21 +285,15 @@ class Views(Dataset[tuple[Batch, dict[int, str]]]):
         bad: dict[int, str] = {}
         images, shown = zip(*(self._read(sample, bad) for _, sample in keys), strict=True)
         index = torch.tensor(shown)
-        labels, weak = self.images.given[index], None
-        if self.augmentation is None:
-            views = torch.stack([centre_view(image, self.preprocess) for image in images])
-        else:
-            views = self._augmented(images, keys, self.augmentation, self.seed)
-            weak = None if self.weak is None else self._augmented(images, keys, self.weak, self.seed + WEAK_SEED)
-        return Batch(views, labels, index, weak), bad
+        views = self._views(images, keys, self.augmentation, self.seed)
+        weak = None if self.weak is None else self._views(images, keys, self.weak, self.seed + WEAK_SEED)
+        return Batch(views, self.images.given[index], index, weak), bad
 
-    __getitems__ = read  # what torch's loader calls
+    __getitem__ = read  # what torch's loader calls
 
-    def reads_the_same(self, other: Views) -> bool:
-        """Has the other one the same images and preprocessing? Only for plain views."""
-        return type(self) is type(other) and self.images is other.images and self.preprocess == other.preprocess
-
-    def _augmented(self, images: Iterable[Tensor], keys: list[Key], augmentation: Augmentation, seed: int) -> Tensor:
+    def _views(self, images: Iterable[Tensor], keys: list[Key], augmentation: Augmentation | None, seed: int) -> Tensor:
+        if augmentation is None:
+            return torch.stack([centre_view(image, self.preprocess) for image in images])
         epochs, samples = np.array(keys).T
         draws = uniforms(seed, epochs, samples, DRAWS).tolist()
         pairs = zip(images, draws, strict=True)
@@ -331,29 +319,33 @@ class Views(Dataset[tuple[Batch, dict[int, str]]]):
 
 def batches(views: Views, keys: Iterable[list[Key]], *, workers: int, pin: bool) -> Iterator[Batch]:
     """Batches for lists of keys, in their order, read ahead by `workers` processes."""
-    loader = DataLoader(
-        views, batch_sampler=keys, num_workers=workers, collate_fn=_unchanged, pin_memory=pin,
-        worker_init_fn=_serve_one_process,
-    )  # fmt: skip
-    return _report_bad(views, _started(loader))
+    return _start(
+        views,
+        DataLoader(
+            views, batch_size=None, sampler=keys, num_workers=workers, pin_memory=pin, worker_init_fn=_serve_one_process
+        ),
+    )
+
+
+_Kind = tuple[int, Preprocess]  # id of an image set, and how it is shown
 
 
 class _Requests:
     """The sampler of `Readers`: in each pass, which views and which keys."""
 
-    passed: Iterable[tuple[int, list[Key]]] = ()
+    passed: Iterable[tuple[_Kind, list[Key]]] = ()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.passed)
 
 
 class _Several(Dataset[tuple[Batch, dict[int, str]]]):
-    def __init__(self, known: Sequence[Views]) -> None:
-        self.known = list(known)
+    def __init__(self, known: Mapping[_Kind, Views]) -> None:
+        self.known = dict(known)
 
-    def __getitems__(self, request: tuple[int, list[Key]]) -> tuple[Batch, dict[int, str]]:
-        number, keys = request
-        return self.known[number].read(keys)
+    def __getitem__(self, request: tuple[_Kind, list[Key]]) -> tuple[Batch, dict[int, str]]:
+        kind, keys = request
+        return self.known[kind].read(keys)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -366,7 +358,7 @@ class Readers:
     workers: int  # processes
     pin: bool  # into memory that a GPU copies from while it computes
     batch_size: int  # images that a pass shows at a time
-    _known: list[Views] = field(default_factory=list, init=False)
+    _known: dict[_Kind, Views] = field(default_factory=dict, init=False)
     _requests: _Requests = field(default_factory=_Requests, init=False)
     _loader: DataLoader[tuple[Batch, dict[int, str]]] | None = field(default=None, init=False)
 
@@ -374,26 +366,26 @@ class Readers:
         """As the function `batches`; a pass that was not taken to its end is over when the next one begins."""
         if self.workers == 0 or views.augmentation is not None:
             return batches(views, keys, workers=self.workers, pin=self.pin)
-        number = next((n for n, known in enumerate(self._known) if known.reads_the_same(views)), len(self._known))
-        if number == len(self._known):
-            self._known.append(views)
+        kind = id(views.images), views.preprocess
+        if kind not in self._known:
+            self._known[kind] = views
             self._loader = DataLoader(
-                _Several(self._known), batch_sampler=self._requests, num_workers=self.workers, collate_fn=_unchanged,
+                _Several(self._known), batch_size=None, sampler=self._requests, num_workers=self.workers,
                 pin_memory=self.pin, worker_init_fn=_serve_one_process, persistent_workers=True,
             )  # fmt: skip
         assert self._loader is not None
-        self._requests.passed = ((number, each) for each in keys)
-        return _report_bad(views, _started(self._loader))
+        self._requests.passed = ((kind, each) for each in keys)
+        return _start(views, self._loader)
 
 
-def _started(loader: DataLoader[tuple[Batch, dict[int, str]]]) -> Iterator[tuple[Batch, dict[int, str]]]:
+def _start(views: Views, loader: DataLoader[tuple[Batch, dict[int, str]]]) -> Iterator[Batch]:
     """The batches of a loader, whose processes start here, not at the first batch."""
     loaded = iter(loader)
     if loader.num_workers:
         _LOADERS.update(loaded._workers)  # type: ignore[attr-defined]
         atexit.unregister(_end_loaders)
         atexit.register(_end_loaders)  # the last is the first to be called, before those of torch and multiprocessing
-    return loaded
+    return _report_bad(views, loaded)
 
 
 def _report_bad(views: Views, loaded: Iterator[tuple[Batch, dict[int, str]]]) -> Iterator[Batch]:
@@ -409,10 +401,6 @@ def _report_bad(views: Views, loaded: Iterator[tuple[Batch, dict[int, str]]]) ->
             if views.on_bad is not None:
                 views.on_bad(bad)
         yield batch
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch  # `Views.read` has put the batch together
 
 
 def _serve_one_process(_worker: int) -> None:

@@ -21,9 +21,10 @@ from finetune_mile.core.files import load_yaml_file, shipped
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool, Section
 from finetune_mile.images.groups import find_groups, group_members, say_kept
-from finetune_mile.images.index import Data, ImageSet, Joined, Names, Picked
 from finetune_mile.images.name_lists import fetch_list, find, read_list
 from finetune_mile.images.order import Indices, hashes
+from finetune_mile.images.readers import Joined, Picked
+from finetune_mile.images.sets import Data, ImageSet, Names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +55,7 @@ def make_data(name: str, classes: Sequence[str], sets: Iterable[ImageSet], flag:
         return Data(name=name, classes=(), train=halves[0], val=halves[1])
     notes: tuple[str, ...] = ()
     if len(halves) == 1:
-        images = dataclasses.replace(halves[0], alike=None if halves[0].in_memory else find_groups(halves[0]))
+        images = dataclasses.replace(halves[0], alike=find_groups(halves[0]))
         labels = one_label_each(images.given).numpy()
         held_out = stratified(labels, images.ids, VAL_SHARE, seed=0, alike=images.alike)
         rest = np.setdiff1d(np.arange(len(images)), held_out, assume_unique=True)
@@ -72,7 +73,7 @@ def _take(images: ImageSet, rows: Indices) -> ImageSet:
         images, ids=Names.of(images.ids[i] for i in rows.tolist()), given=images.given[rows],
         truth=None if images.truth is None else images.truth[rows],
         alike=None if images.alike is None else images.alike[rows],
-        read=Picked(images.read, rows), encoded=None if images.encoded is None else Picked(images.encoded, rows),
+        content=Picked(images.content, rows),
     )  # fmt: skip
 
 
@@ -91,9 +92,7 @@ def join(images: ImageSet, extra: ImageSet, folder: str) -> ImageSet:
 
     while any(name.startswith(f"{folder}/") for name in images.ids):
         folder += "+"
-    count, truth, encoded, alike = len(images), images.truth, None, None
-    if images.encoded is not None and extra.encoded is not None:
-        encoded = Joined(images.encoded, count, extra.encoded)
+    truth, alike = images.truth, None
     if truth is not None:
         more = truth.new_zeros(len(extra), truth.shape[1]) if extra.truth is None else extra.truth
         truth = torch.cat([truth, more])
@@ -102,8 +101,9 @@ def join(images: ImageSet, extra: ImageSet, folder: str) -> ImageSet:
         alike = np.concatenate([images.alike, np.where(more_alike < 0, -1, more_alike + images.alike.max() + 1)])
     return ImageSet(
         ids=Names.of([*images.ids, *(f"{folder}/{name}" for name in extra.ids)]),
-        given=torch.cat([images.given, extra.given]), truth=truth, read=Joined(images.read, count, extra.read),
-        in_memory=images.in_memory and extra.in_memory, encoded=encoded, alike=alike,
+        given=torch.cat([images.given, extra.given]), truth=truth,
+        content=Joined(images.content, len(images), extra.content),
+        in_memory=images.in_memory and extra.in_memory, alike=alike,
     )  # fmt: skip
 
 
@@ -214,8 +214,7 @@ def labelled_pools(
             "--method auto (--rho auto) needs one given label per image, and these have sets of labels; use --method "
             "sigmoid or mile"
         )
-    with_label = int((one_label_each(data.train.given) >= 0).sum())
-    chosen = choose(data.train.ids, len(data.classes), fraction, split, with_label)
+    chosen = choose(data.train.ids, len(data.classes), fraction, split)
     return hold_out(make_pools(data.train, fraction, seed, chosen), calibration, seed)
 
 
@@ -225,7 +224,7 @@ def make_pools(images: ImageSet, fraction: float, seed: int, chosen: Chosen | No
     if chosen is None:
         chosen = Chosen(stratified(labels, images.ids, fraction, seed), "stratified")
     else:
-        _check_list(labels, chosen)
+        _check_list(labels, chosen, fraction)
     labelled, everything = chosen.indices, np.arange(len(images))
     if len(labelled) == 0:
         raise Problem("--data: no training image has a label")
@@ -242,14 +241,20 @@ def make_pools(images: ImageSet, fraction: float, seed: int, chosen: Chosen | No
     )
 
 
-def _check_list(labels: Indices, chosen: Chosen) -> None:
-    listed = labels[chosen.indices]
+def _check_list(labels: Indices, chosen: Chosen, fraction: float) -> None:
+    listed, with_label = labels[chosen.indices], labels[labels >= 0]
+    share = len(listed) / max(len(with_label), 1)
+    if fraction < 1 and not 0.5 * fraction <= share <= 2 * fraction:
+        images = "images" if len(with_label) == len(labels) else "labelled images"
+        raise Problem(
+            f"{chosen.flag} holds {share:.2%} of all {images}, --fraction is {fraction:.2%}; leave out one of them"
+        )
     if (listed < 0).any():
-        raise Problem(f"--split {chosen.source}: {int((listed < 0).sum())} of the images it names have no label")
-    lost = np.setdiff1d(labels[labels >= 0], listed)
+        raise Problem(f"{chosen.flag}: {int((listed < 0).sum())} of the images it names have no label")
+    lost = np.setdiff1d(with_label, listed)
     if len(lost):
         raise Problem(
-            f"--split {chosen.source}: no image is left of {len(lost)} classes (the first is class number {lost[0]}); "
+            f"{chosen.flag}: no image is left of {len(lost)} classes (the first is class number {lost[0]}); "
             "a list must name at least one image of each"
         )
 
@@ -275,11 +280,6 @@ def with_validation(pools: Pools, val: ImageSet) -> Pools:
     return dataclasses.replace(pools, images=images, indices=indices)
 
 
-def held_out_share(share: float, labelled: int) -> float:
-    """The share of so many labelled images that is held out: at least 500 of them, or a fifth where they are few."""
-    return max(share, min(LEAST_CALIBRATION / labelled, MOST_CALIBRATION)) if share else 0.0
-
-
 def hold_out(pools: Pools, share: float, seed: int) -> Pools:
     """Take a share of the labelled images, of each class, out of every pool.
 
@@ -301,16 +301,21 @@ def hold_out(pools: Pools, share: float, seed: int) -> Pools:
         raise Problem(f"{HELD_OUT_FLAGS} need classes with two labelled images or more; these have one each")
     ids = [pools.images.ids[i] for i in labelled[spare]]
     alike = None if pools.images.alike is None else pools.images.alike[labelled[spare]]
-    share = held_out_share(share, len(labelled))
+    share = max(share, min(LEAST_CALIBRATION / len(labelled), MOST_CALIBRATION))
     drawn = stratified(labels[spare], ids, share, seed + CALIBRATION_SEED, alike=alike)
     taken = labelled[spare[drawn]]
     rest = {name: np.setdiff1d(members, taken, assume_unique=True) for name, members in pools.indices.items()}
     return dataclasses.replace(pools, indices=rest, calibration=taken)
 
 
+def label_counts(given: Tensor, num_classes: int) -> Tensor:
+    """How many images have each label, (C,)."""
+    return (given > 0).sum(0) if given.ndim == 2 else given[given >= 0].bincount(minlength=num_classes)
+
+
 def balanced_weights(given: Tensor, num_classes: int) -> Tensor:
     """Class weights (C,) that are inverse to the label counts, with mean 1; a class without labels gets 1."""
-    counts = (given > 0).sum(0) if given.ndim == 2 else given[given >= 0].bincount(minlength=num_classes)
+    counts = label_counts(given, num_classes)
     present = counts > 0
     weights = 1 / counts.float().clamp(min=1)
     return (weights / weights[present].mean()).masked_fill(~present, 1.0)
@@ -337,6 +342,7 @@ class Chosen(NamedTuple):
 
     indices: Indices  # sorted
     source: str  # for split.json: the card's or the file's name
+    flag: str = ""  # the list, for messages
 
 
 def read_cards() -> list[SplitCard]:
@@ -344,16 +350,7 @@ def read_cards() -> list[SplitCard]:
     return [SplitCard.model_validate(load_yaml_file(path)) for path in paths]
 
 
-def published(ids: Sequence[str], num_classes: int, fraction: float) -> SplitCard | None:
-    """The card of a published list for this fraction of this data, if there is one."""
-    if num_classes != IMAGENET_CLASSES or not len(ids) or not _TRAIN_NAME.match(ids[0]):
-        return None
-    return next((card for card in read_cards() if card.data == "imagenet" and card.fraction == fraction), None)
-
-
-def choose(
-    ids: Sequence[str], num_classes: int, fraction: float, split: str | None, with_label: int | None = None
-) -> Chosen | None:
+def choose(ids: Sequence[str], num_classes: int, fraction: float, split: str | None) -> Chosen | None:
     """The images that a list names: --split if given, else the published list; None: draw a stratified split.
 
     Args:
@@ -361,12 +358,13 @@ def choose(
         num_classes: C.
         fraction: the share of the labels that is used.
         split: a list of the labelled images.
-        with_label: how many of the images have a label; None: all.
     """
     if split is not None:
-        found = find(read_list(Path(split)), ids, f"--split {split}", fraction, with_label)
-        return Chosen(found, Path(split).name)
-    card = published(ids, num_classes, fraction)
-    if card is None:
-        return None
-    return Chosen(find(fetch_list(card), ids, f"the published list {card.name}", fraction, with_label), card.name)
+        flag = f"--split {split}"
+        return Chosen(find(read_list(Path(split)), ids, flag), Path(split).name, flag)
+    if num_classes == IMAGENET_CLASSES and len(ids) and _TRAIN_NAME.match(ids[0]):
+        for card in read_cards():
+            if card.data == "imagenet" and card.fraction == fraction:
+                flag = f"the published list {card.name}"
+                return Chosen(find(fetch_list(card), ids, flag), card.name, flag)
+    return None

@@ -13,7 +13,8 @@ import torch
 
 from finetune_mile.core.files import open_regular
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.index import Data, locate, multi_hot
+from finetune_mile.images.name_lists import locate
+from finetune_mile.images.sets import Data, multi_hot
 from finetune_mile.images.sources import check_truth
 from finetune_mile.images.sources.imagenet import VAL_NAME, real_labels, synsets
 from finetune_mile.images.sources.lists import read_rows, split_labels

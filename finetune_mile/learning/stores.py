@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 TOP = 32  # classes of a soft label that keep their own value
 Block = dict[str, Tensor]
@@ -58,11 +59,6 @@ def decode(block: Block, rows: Tensor, num_classes: int) -> Tensor:
     return targets
 
 
-def block_bytes(block: Block) -> int:
-    """What a block takes, in memory and on disk."""
-    return sum(tensor.nbytes for tensor in block.values())
-
-
 class LabelStore:
     """Pseudo-labels of a whole pool, looked up by sample."""
 
@@ -90,20 +86,12 @@ class LabelStore:
             targets[here] = decode(self.blocks[number], rows[here] % self.block_size, self.num_classes)
         return targets
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that the store takes."""
-        return self.rows.nbytes + sum(map(block_bytes, self.blocks))
-
 
 def pack_bits(labels: Tensor) -> Tensor:
     """Multi-hot (B, C) to (B, ceil(C / 8)) bytes."""
-    padded: Tensor = nn.functional.pad(labels.bool(), (0, -labels.shape[1] % 8)).unflatten(1, (-1, 8))
-    powers = 2 ** torch.arange(8, device=labels.device, dtype=torch.uint8)
-    return (padded * powers).sum(2, dtype=torch.uint8)
+    return torch.from_numpy(np.packbits(labels.bool().numpy(), axis=1, bitorder="little"))
 
 
 def unpack_bits(packed: Tensor, num_classes: int) -> Tensor:
     """The inverse of `pack_bits`, as floats."""
-    bits = (packed.unsqueeze(2) >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
-    return bits.flatten(1)[:, :num_classes].float()
+    return torch.from_numpy(np.unpackbits(packed.numpy(), axis=1, count=num_classes, bitorder="little")).float()

@@ -25,8 +25,9 @@ from finetune_mile.core.console import progress
 from finetune_mile.core.cores import local_processes
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images.index import ImageSet, allowed
+from finetune_mile.images.bad_images import allowed
 from finetune_mile.images.pipeline import Readers, Views, default_workers, normalise
+from finetune_mile.images.sets import ImageSet
 from finetune_mile.measures.metrics import Activation
 
 
@@ -162,7 +163,7 @@ def logits_of(
     world, device = accelerator.num_processes, accelerator.device
     mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (model.preprocess.mean, model.preprocess.std))
     if model.transform is not None:
-        images = dataclasses.replace(images, read=partial(_as_timm, images.read, model.transform), in_memory=False)
+        images = dataclasses.replace(images, content=partial(_as_timm, images.read, model.transform), in_memory=False)
     views = Views(images, model.preprocess, None, 0)
     if workers is None:
         workers = 0 if images.in_memory else default_workers(local_processes(world))

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +14,16 @@ from torch import Tensor
 
 from finetune_mile.checkpoints.loading import Opened
 from finetune_mile.compute.passes import keys_of, stream
-from finetune_mile.images.index import Files, ImageSet
-from finetune_mile.images.pipeline import Readers, Views, decode_from, default_workers, normalise
+from finetune_mile.images.pipeline import Readers, Views, default_workers, normalise
+from finetune_mile.images.readers import Files
+from finetune_mile.images.sets import ImageSet
 
 Labels = list[tuple[str, float, float]]  # class, probability and threshold, the most likely first
 
 
 def photos(names: Sequence[str]) -> ImageSet:
     """The images of some files, without labels."""
-    read = partial(decode_from, Files(Path(), names))
-    return ImageSet(ids=names, given=torch.full((len(names),), -1), truth=None, read=read)
+    return ImageSet(ids=names, given=torch.full((len(names),), -1), truth=None, content=Files(Path(), names))
 
 
 def labelled(

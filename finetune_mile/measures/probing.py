@@ -10,8 +10,8 @@ from torch import Tensor
 
 from finetune_mile.compute.passes import Outputs
 from finetune_mile.compute.rows import Store
-from finetune_mile.images.index import Data
 from finetune_mile.images.order import Indices
+from finetune_mile.images.sets import Data
 from finetune_mile.learning.losses import given_matrix
 from finetune_mile.learning.probe import FOLDS, Activation, fit_probe, folds, neighbour_votes
 from finetune_mile.measures.intervals import compare, intervals

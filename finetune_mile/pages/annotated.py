@@ -10,7 +10,8 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from finetune_mile.core.problems import BadImage, Failed
-from finetune_mile.images.index import ENDINGS, ImageSet
+from finetune_mile.images.scans import ENDINGS
+from finetune_mile.images.sets import ImageSet
 from finetune_mile.measures.labels import Labels
 
 SMALLEST, MOST_DRAWN = 320, 6  # width of a copy, and labels drawn on it

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file
-from finetune_mile.images.index import say_skipped, say_unreadable
+from finetune_mile.images.bad_images import say_skipped, say_unreadable
 from finetune_mile.images.pipeline import centre_view
 from finetune_mile.images.splits import label_names
 from finetune_mile.measures import closing_rows
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from finetune_mile.compute.passes import Outputs
-    from finetune_mile.images.index import Data
+    from finetune_mile.images.sets import Data
     from finetune_mile.training.finish import Scored
     from finetune_mile.training.folder import RunFolder
     from finetune_mile.training.task import Task

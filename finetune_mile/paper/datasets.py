@@ -18,9 +18,9 @@ from torch import Tensor
 
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images.index import Data, ImageSet
 from finetune_mile.images.order import permutation, uniforms
 from finetune_mile.images.pipeline import centre_view
+from finetune_mile.images.sets import Data, ImageSet
 from finetune_mile.images.sources import folder, read_options
 from finetune_mile.images.sources.grids import CENTRE, Layout, make_grids
 from finetune_mile.paper.idx import find_mnist, read_mnist
@@ -122,12 +122,10 @@ def multi_mnist(where: str, flag: str = "--data multi-mnist") -> Data:
         seed = 2 * options.draw + number
         if length == "2":
             pictures, classes = _two_digits(images[part], labels.numpy()[part], options.cell, seed)
-            members = np.arange(len(classes))
         else:
-            pictures, classes = shrunk(images, options.cell), labels.numpy()
-            members = np.arange(len(classes))[part]
+            pictures, classes = shrunk(images[part], options.cell), labels.numpy()[part]
         grids = make_grids(
-            pictures, classes, members, count,
+            pictures, classes, count,
             num_classes=10 ** int(length), layout=options.layout, seed=seed, name=name,
         )  # fmt: skip
         sets.append(grids)
@@ -159,7 +157,7 @@ def mosaic(where: str, flag: str) -> Data:
     photos = folder.load(f"{options.place}?{query}" if query else options.place, flag)
     sets = [
         make_grids(
-            _small_photos(images, options.cell), images.given.numpy(), np.arange(len(images)), count,
+            _small_photos(images, options.cell), images.given.numpy(), count,
             num_classes=len(photos.classes), layout=options.layout, seed=2 * options.draw + number, name=name,
         )
         for number, name, images, count in (
@@ -253,7 +251,7 @@ def _coloured(scheme: str, where: str, flag: str, *, blank: float) -> Data:
             truth.scatter_(1, torch.stack([given, colour_classes], 1), True)
         return ImageSet(
             ids=[names[i] for i in rows], given=given, truth=truth, main=None if share else clean[rows],
-            read=partial(_paint, pictures[rows], colours[rows].tolist(), empty.tolist()), in_memory=True,
+            content=partial(_paint, pictures[rows], colours[rows].tolist(), empty.tolist()), in_memory=True,
             environment=torch.from_numpy(environment[rows]),
         )  # fmt: skip
 

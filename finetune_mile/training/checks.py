@@ -23,7 +23,7 @@ from finetune_mile.checkpoints.verified import record, verify_card
 from finetune_mile.config.resolve import Resolved
 from finetune_mile.core.cores import local_processes, usable_cores
 from finetune_mile.core.files import shipped
-from finetune_mile.images.index import Data
+from finetune_mile.images.sets import Data
 from finetune_mile.training.explain import schedule_is_given
 from finetune_mile.training.memory import gpu_words, need_of
 from finetune_mile.training.pricing import Pace, Price, find_data, find_weights, price, rehearse, stage, time_words

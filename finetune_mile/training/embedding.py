@@ -12,7 +12,6 @@ from finetune_mile.checkpoints.cards import fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init
 from finetune_mile.config.flags import FORMAT, Parser, check_all, outside
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
-from finetune_mile.images.index import Data
 from finetune_mile.images.sources import load_data, split_name
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from finetune_mile.compute.rows import Dtype, Split, Store
     from finetune_mile.images.order import Indices
+    from finetune_mile.images.sets import Data
     from finetune_mile.training.processes import Signals
 
 MOST_VIEWS, LARGEST_SIZE = 1000, 8192

@@ -18,7 +18,9 @@ from accelerate import Accelerator
 from finetune_mile.checkpoints.init import Init
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Failed
-from finetune_mile.images.index import Data, ImageSet, Joined, Picked, write_list
+from finetune_mile.images.bad_images import write_list
+from finetune_mile.images.readers import Joined, Picked
+from finetune_mile.images.sets import Data, ImageSet
 from finetune_mile.images.sources import load_data
 from finetune_mile.images.truth import with_truth
 from finetune_mile.measures.classifiers import columns_for, logits_of, open_classifier
@@ -211,7 +213,7 @@ class Evaluation:
 
 def with_truth_of(predictions: Predictions, spec: str) -> Predictions:
     """Predictions with label sets from elsewhere, joined by id."""
-    images = ImageSet(ids=list(predictions.ids), given=predictions.given, truth=None, read=_no_images)
+    images = ImageSet(ids=list(predictions.ids), given=predictions.given, truth=None, content=_no_images)
     data = with_truth(Data(name="", classes=predictions.classes, train=images, val=images), spec)
     return dataclasses.replace(predictions, truth=data.val.truth)
 
@@ -236,6 +238,6 @@ def pick_images(data: Data, part: Part) -> ImageSet:
     return ImageSet(
         ids=[ids[i] for i in order], given=torch.cat([images.given for images in sets])[order], truth=truth,
         main=torch.cat(mains)[order] if len(mains) == len(sets) else None,
-        read=Picked(Joined(data.train.read, len(data.train), data.val.read), order),
+        content=Picked(Joined(data.train.content, len(data.train), data.val.content), order),
         in_memory=all(images.in_memory for images in sets),
     )  # fmt: skip

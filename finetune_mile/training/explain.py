@@ -8,7 +8,7 @@ from rich.console import Console
 
 from finetune_mile.config.resolve import Resolved
 from finetune_mile.config.schema import Recipe
-from finetune_mile.images.index import say_unreadable
+from finetune_mile.images.bad_images import say_unreadable
 from finetune_mile.learning.phases import trace
 from finetune_mile.training.plan import MOST_LABELS, Plan, has_trial, unintended
 from finetune_mile.training.settings import phase_table, runs_of, settings_table

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from finetune_mile.checkpoints.loading import LoadReport
 from finetune_mile.compute.passes import Outputs, keys_of, show, stream
-from finetune_mile.compute.rows import BAD, FACTS, MISSING, Dtype, begin, check_store, preallocate, reuse
+from finetune_mile.compute.rows import BAD, MISSING, Dtype, begin, check_store, kept_stores, preallocate, reuse
 from finetune_mile.compute.rows import DONE as DONE
 from finetune_mile.compute.rows import Split as Split
 from finetune_mile.compute.rows import Store as Store
@@ -34,9 +34,11 @@ from finetune_mile.core.files import cache, locked
 from finetune_mile.core.in_memory import SCHEME
 from finetune_mile.core.problems import BadImage, Failed, Problem
 from finetune_mile.core.types import Batch, Pool, Preprocess
-from finetune_mile.images.index import BadImages, Bytes, Data, Files, ImageSet, Joined, Picked, TarFiles
+from finetune_mile.images.bad_images import BadImages
 from finetune_mile.images.order import Indices, Key
 from finetune_mile.images.pipeline import Augmentation, Readers, Views
+from finetune_mile.images.readers import Files, Joined, Picked, TarFiles
+from finetune_mile.images.sets import Data, ImageSet
 from finetune_mile.images.sources.hf import Rows
 from finetune_mile.learning.roles import weights_hash
 from finetune_mile.networks.parts import split_head
@@ -178,15 +180,13 @@ def stored(wanted: FeatureSet, train: Indices) -> Store | None:
     alike = {"images": {"train": len(data.train), "val": len(data.val)}, "network": wanted.arch}
     alike["preprocess"] = wanted.preprocess.model_dump(mode="json")
     rows: dict[Split, Indices] = {"train": train, "val": np.arange(len(data.val))}
-    for path in sorted((cache() / "features").glob(f"*/{FACTS}")):
-        try:
-            note = json.loads(path.read_text(encoding="utf-8"))
-            known = note["depends_on"]
-            if known | {"images": note["images"]} | alike != known | {"images": note["images"]}:
-                continue
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged, or being written
-        facts, store = facts or wanted.depends_on(), Store(path.parent)
+    for store in kept_stores():
+        note = store.note()
+        known = note["depends_on"]
+        about = known | {"images": note.get("images")}
+        if about | alike != about:
+            continue
+        facts = facts or wanted.depends_on()
         states = ((store.state(split), needed) for split, needed in rows.items())
         if facts | {"dtype": known["dtype"]} == known and all(
             len(state) and bool((state[needed] != MISSING).all()) for state, needed in states
@@ -206,7 +206,7 @@ class FeatureViews(Views):
     ) -> None:
         """Take features (N, D) of all images, and which could be read (N,); other arguments as in `Views`."""
         self.features, self.readable = features, readable
-        super().__init__(dataclasses.replace(images, read=partial(_row, features, readable)), *others, **more)
+        super().__init__(dataclasses.replace(images, content=partial(_row, features, readable)), *others, **more)
 
     def read(self, keys: list[Key]) -> tuple[Batch, dict[int, str]]:
         bad: dict[int, str] = {}
@@ -218,7 +218,7 @@ class FeatureViews(Views):
         index = torch.tensor(shown)
         return Batch(rows, self.images.given[index], index), bad
 
-    __getitems__ = read
+    __getitem__ = read
 
 
 def _row(features: npt.NDArray[Any], readable: npt.NDArray[np.bool_], index: int) -> Tensor:
@@ -285,7 +285,7 @@ def images_hash(images: ImageSet, *, contents: bool) -> str:
 
     Images that are in no file of their own, such as those of the demo, are always hashed by their contents.
     """
-    stamp = None if contents or images.encoded is None else stamper(images.encoded)
+    stamp = None if contents else stamper(images.content)
     digest = hashlib.sha256()
     for index, name in enumerate(images.ids):
         mark = _content(images, index) if stamp is None else stamp(index).encode("utf-8", "surrogateescape")
@@ -293,7 +293,7 @@ def images_hash(images: ImageSet, *, contents: bool) -> str:
     return digest.hexdigest()
 
 
-def stamper(reader: Bytes) -> Callable[[int], str] | None:
+def stamper(reader: Callable[[int], bytes | Tensor]) -> Callable[[int], str] | None:
     """A function from an image's index to its place, size and modification time; None where there is no file."""
     if isinstance(reader, Picked):
         inner, rows = stamper(reader.inner), reader.rows
@@ -327,10 +327,10 @@ def _stamp(path: str | None) -> str:
 
 def _content(images: ImageSet, index: int) -> bytes:
     try:
-        content = images.read(index).numpy().tobytes() if images.encoded is None else images.encoded(index)
+        content = images.content(index)
     except BadImage as error:
         content = str(error).encode()
-    return hashlib.sha256(content).digest()
+    return hashlib.sha256(content if isinstance(content, bytes) else content.numpy().tobytes()).digest()
 
 
 # ------------------------------------------------------------------------------------------------------- computing

@@ -18,7 +18,7 @@ from finetune_mile.compute.passes import Outputs
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.in_memory import SCHEME
-from finetune_mile.images.index import say_skipped
+from finetune_mile.images.bad_images import say_skipped
 from finetune_mile.images.splits import label_names
 from finetune_mile.measures import CLOSING, say_images
 from finetune_mile.measures.guards import lower_rates

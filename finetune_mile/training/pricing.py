@@ -25,8 +25,8 @@ from finetune_mile.compute.passes import show
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Batch
-from finetune_mile.images.index import Data, ImageSet, Names
 from finetune_mile.images.pipeline import Augmentation
+from finetune_mile.images.sets import Data, ImageSet, Names
 from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import VAL_SHARE, Pools, read_cards
 from finetune_mile.learning.loop import Loop, StepRecord
@@ -87,7 +87,7 @@ def noise(train: int, val: int, classes: int, labelled: int) -> Data:
     def images(count: int, labelled: int) -> ImageSet:
         given = torch.full((count,), -1)
         given[:labelled] = torch.arange(labelled) % classes
-        return ImageSet(ids=Names.of(map(str, range(count))), given=given, truth=None, read=_noise, in_memory=True)
+        return ImageSet(ids=Names.of(map(str, range(count))), given=given, truth=None, content=_noise, in_memory=True)
 
     names = tuple(map(str, range(classes)))
     return Data(name="noise", classes=names, train=images(train, labelled), val=images(val, val))

@@ -27,10 +27,11 @@ from finetune_mile.core.files import write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.alike import SHOWN
-from finetune_mile.images.checks import examine, report
-from finetune_mile.images.index import BadImages, Data, allowed, say_unreadable
+from finetune_mile.images.bad_images import BadImages, allowed, say_unreadable
+from finetune_mile.images.checks import examine, find_copies, report
 from finetune_mile.images.order import Indices
 from finetune_mile.images.pipeline import centre_view
+from finetune_mile.images.sets import Data
 from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import labelled_pools, one_label_each
 from finetune_mile.learning.probe import NEIGHBOURS
@@ -144,7 +145,7 @@ class Quickstart:
             BadImages.told(self.how.data, name, bad)  # the runs of this command need not
         if data.unreadable:
             self.warn(f"{self.how.data}: {say_unreadable(data.unreadable)}")
-        return list(report(data, splits))
+        return list(report(data, splits, find_copies(data, splits)))
 
     def features(self, data: Data, rows: dict[Split, Indices]) -> Store:
         """Features, of which only the `rows` are sure to be there."""

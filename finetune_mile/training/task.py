@@ -25,9 +25,10 @@ from finetune_mile.config.schema import Recipe
 from finetune_mile.core.cores import local_processes
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Batch, Pool, Preprocess
-from finetune_mile.images.index import BadImages, Data, ImageSet
+from finetune_mile.images.bad_images import BadImages
 from finetune_mile.images.order import Indices, Mixture, Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers
+from finetune_mile.images.sets import Data, ImageSet
 from finetune_mile.images.sources import load_data, load_unlabelled
 from finetune_mile.images.splits import Pools, add_unlabelled, labelled_pools
 from finetune_mile.images.truth import with_truth

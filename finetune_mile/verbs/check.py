@@ -16,10 +16,10 @@ from finetune_mile.config.flags import Parser
 from finetune_mile.config.flags import parse as parse_run
 from finetune_mile.config.resolve import resolve_anywhere
 from finetune_mile.core.problems import Problem, tell
-from finetune_mile.images.index import Data
 from finetune_mile.images.sources import check_truth, load_data, split_name
 
 if TYPE_CHECKING:
+    from finetune_mile.images.sets import Data
     from finetune_mile.training.checks import Check
 
 EPILOG = """examples:

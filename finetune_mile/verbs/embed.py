@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from finetune_mile.checkpoints.init import Init
 from finetune_mile.config.flags import Parser, init_text
-from finetune_mile.images.index import say_skipped
+from finetune_mile.images.bad_images import say_skipped
 from finetune_mile.training.embedding import Embedding, add_flags, check_flags
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from finetune_mile.core.console import progress
 from finetune_mile.core.files import check_empty
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
-from finetune_mile.images.index import ENDINGS, count_endings, say_unreadable, scan_tree
+from finetune_mile.images.bad_images import say_unreadable
 
 EPILOG = """examples:
   finetune-mile predict runs/demo-1 photo.jpg holiday/
@@ -95,6 +95,8 @@ def _names_in(word: str) -> list[str]:
         if not path.exists():
             raise Problem(f"IMAGES {word}: there is no such file or folder")
         return [word]
+    from finetune_mile.images.scans import ENDINGS, count_endings, scan_tree  # not for --help: numpy
+
     scan = scan_tree(path, f"IMAGES {word}")
     if len(scan.unread):
         sys.stderr.write(f"warning: {word}: {say_unreadable(count_endings(scan.unread))}\n")
@@ -110,6 +112,7 @@ def _predict(options: argparse.Namespace, names: list[str]) -> int:
     from finetune_mile.checkpoints.classifier import open_with_head
     from finetune_mile.checkpoints.exporting import thresholds_of
     from finetune_mile.measures.labels import labelled, photos, say_labels, say_threshold
+    from finetune_mile.pages.annotated import write_copy
     from finetune_mile.training.processes import use_threads
 
     use_threads()
@@ -129,8 +132,7 @@ def _predict(options: argparse.Namespace, names: list[str]) -> int:
         opened, images, thresholds, device=str(PartialState().device), batch_size=options.batch_size,
         workers=options.workers,
     )  # fmt: skip
-    # On a terminal the results themselves are the progress.
-    with progress("images", len(names), quiet=out.isatty()) as advance:
+    with progress("images", len(names), quiet=out.isatty()) as advance:  # on a terminal the results are the progress
         for sample, labels in found:
             advance(1)
             if isinstance(labels, str):
@@ -140,8 +142,6 @@ def _predict(options: argparse.Namespace, names: list[str]) -> int:
             out.write(say_labels(options.format, names[sample], labels, one=one, width=width))
             out.flush()
             if options.annotate is not None:
-                from finetune_mile.pages.annotated import write_copy
-
                 write_copy(images, sample, labels, options.annotate, taken)
     out.flush()
     seconds, read = time.monotonic() - began, len(names) - skipped

@@ -191,7 +191,7 @@ def mixed(photos, tmp_path):
 def by_photo(store, data):
     """Features by the bytes of the photo."""
     return {
-        images.encoded(i): row
+        images.content(i): row
         for split, images in (("train", data.train), ("val", data.val))
         for i, row in enumerate(store.features(split) if len(images) else ())
     }
@@ -317,7 +317,7 @@ def test_stamps_need_no_content(photos, tmp_path):
     }
     for data, file in sources.items():
         images = load_data(data).train
-        assert stamper(images.encoded) is not None, data
+        assert stamper(images.content) is not None, data
         before = images_hash(images, contents=False)
         assert before == images_hash(load_data(data).train, contents=False), data
         os.utime(file, ns=(1, 1))

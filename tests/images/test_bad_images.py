@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from finetune_mile import cli
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images import index as index_module
+from finetune_mile.images import scans
+from finetune_mile.images.bad_images import BadImages, allowed
 from finetune_mile.images.checks import report
-from finetune_mile.images.index import BadImages, ImageSet, allowed
 from finetune_mile.images.pipeline import Augmentation, Views, batches
+from finetune_mile.images.sets import ImageSet
 from finetune_mile.images.sources import load_data
 from finetune_mile.run import main
 
@@ -76,7 +77,7 @@ def test_a_hundred_bad_images_of_many_end_the_run():
     def read(_):
         raise BadImage("is broken")
 
-    images = ImageSet(ids=[f"{i}.jpg" for i in range(120)], given=torch.zeros(120).long(), truth=None, read=read)
+    images = ImageSet(ids=[f"{i}.jpg" for i in range(120)], given=torch.zeros(120).long(), truth=None, content=read)
     with pytest.raises(Problem, match=r"none of 100 images in a row can be read; the first is 5.jpg \(is broken"):
         list(batches(Views(images, HOW, CROP, 1), [[(0, 5)]], workers=0, pin=False))
 
@@ -181,11 +182,11 @@ def test_files_that_end_in_heic_are_said_and_counted(with_heic, tmp_path, capsys
 
 def test_files_that_end_in_heic_are_remembered_with_the_scan(with_heic, tmp_path, monkeypatch):
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(index_module, "WORTH_KEEPING", 1)
-    monkeypatch.setattr(index_module, "SETTLED", -1.0)
+    monkeypatch.setattr(scans, "WORTH_KEEPING", 1)
+    monkeypatch.setattr(scans, "SETTLED", -1.0)
     first = load_data(str(with_heic))
     assert first.unreadable == {".heic": 3, ".nef": 1}
-    monkeypatch.setattr(index_module, "_walk", lambda *_: pytest.fail("it was to be remembered"))
+    monkeypatch.setattr(scans, "_walk", lambda *_: pytest.fail("it was to be remembered"))
     assert load_data(str(with_heic)).unreadable == first.unreadable
 
 
@@ -195,7 +196,7 @@ def test_doctor_says_which_files_end_in_heic(with_heic, capsys):
 
 
 def test_quickstart_gets_the_line_about_heic_files(with_heic):
-    assert f"{with_heic.name}: {HEIC}" in list(report(load_data(str(with_heic)), {}))
+    assert f"{with_heic.name}: {HEIC}" in list(report(load_data(str(with_heic)), {}, []))
 
 
 def test_a_class_of_heic_files_alone_says_why_it_is_empty(folder):

@@ -129,8 +129,6 @@ def test_mosaics_are_made_of_the_photos_of_their_own_half(tmp_path):
 
 def test_one_cell_has_no_other_cells():
     pictures = torch.arange(4, dtype=torch.uint8).view(4, 1, 1).expand(4, 8, 8)
-    made = make_grids(
-        pictures, np.arange(4), np.arange(4), 20, num_classes=4, layout=Layout(rows=1, share=1.0), seed=0, name="x"
-    )
+    made = make_grids(pictures, np.arange(4), 20, num_classes=4, layout=Layout(rows=1, share=1.0), seed=0, name="x")
     assert torch.equal(made.given, made.main)
     assert int(made.truth.sum()) == 20

@@ -17,8 +17,8 @@ from PIL import Image
 from finetune_mile.cli import main
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.images import name_lists, pipeline
-from finetune_mile.images.index import Files, TarFiles
 from finetune_mile.images.pipeline import decode
+from finetune_mile.images.readers import Files, TarFiles
 from finetune_mile.images.sources import load_data
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -168,7 +168,7 @@ def test_f4_a_device_in_a_table_is_a_bad_image(tmp_path, monkeypatch):
     images = load_data(f"hf:{tmp_path / 'table'}").train
     for index in range(2):
         with pytest.raises(BadImage, match="not a regular file"):
-            images.encoded(index)
+            images.content(index)
 
 
 def test_f4_a_device_in_a_csv_is_a_bad_image(tmp_path):
@@ -238,7 +238,7 @@ def test_a_packed_list_of_several_parts_is_read(tmp_path):
 def test_f4_names_with_many_slashes_cost_little(tmp_path):
     (tmp_path / "split.json").write_text(json.dumps({"ids": ["x" + "/" * 50_000]}))
     with pytest.raises(Problem, match="names 1 of 1 images that the data lacks: x/") as caught:
-        name_lists.find(name_lists.read_list(tmp_path / "split.json"), ["a/1.jpg"], "--split split.json", 1.0)
+        name_lists.find(name_lists.read_list(tmp_path / "split.json"), ["a/1.jpg"], "--split split.json")
     assert len(str(caught.value)) < 300
     (tmp_path / "split.json").write_text("[" * 100_000)
     with pytest.raises(Problem, match=r"not the split\.json of a run"):

@@ -13,7 +13,16 @@ from finetune_mile.core import cores
 from finetune_mile.core.cores import local_processes, quota
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.order import Mixture, Order, micro_batches, permutation, uniforms
-from finetune_mile.images.pipeline import Augmentation, Readers, Views, batches, crop_box, default_workers
+from finetune_mile.images.pipeline import (
+    CROP_ASPECT,
+    Augmentation,
+    Readers,
+    Views,
+    batches,
+    centre_box,
+    default_workers,
+    random_box,
+)
 from finetune_mile.images.sources.grids import load
 
 
@@ -157,7 +166,8 @@ def test_cores_of_a_node_are_shared_by_its_own_processes_and_limited_by_quotas(t
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 999))
 def test_crops_lie_inside_the_image(height, width, sample):
     draws = uniforms(0, 0, np.array([sample]), 40)[0].tolist()
-    top, left, h, w = crop_box(height, width, (0.08, 1.0), draws)
+    box = random_box(height, width, (0.08, 1.0), CROP_ASPECT, draws)
+    top, left, h, w = box or centre_box(height, width, share=1.0)
     assert top >= 0
     assert left >= 0
     assert 0 < h <= height - top

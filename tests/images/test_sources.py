@@ -26,10 +26,10 @@ from photos import (
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
-from finetune_mile.images import index
-from finetune_mile.images.index import Names
+from finetune_mile.images import scans
 from finetune_mile.images.order import Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches
+from finetune_mile.images.sets import Names
 from finetune_mile.images.sources import load_data, split_name
 from finetune_mile.images.splits import fingerprint, make_pools
 
@@ -268,23 +268,23 @@ def test_real_data(shared, tmp_path):
 
 
 def test_a_scan_is_remembered_and_notices_change(tmp_path, monkeypatch, photos):
-    monkeypatch.setattr(index, "WORTH_KEEPING", 1)
+    monkeypatch.setattr(scans, "WORTH_KEEPING", 1)
     folder = write_folder(tmp_path / "photos", photos)
     old = time.time() - 100
     for path in [*folder.rglob("*")]:
         os.utime(path, (old, old))
     first = load_data(str(folder))
-    walk = index._walk
-    monkeypatch.setattr(index, "_walk", lambda *_: pytest.fail("it was to be remembered"))
+    walk = scans._walk
+    monkeypatch.setattr(scans, "_walk", lambda *_: pytest.fail("it was to be remembered"))
     again = load_data(str(folder))
     assert list(again.train.ids) == list(first.train.ids)
     assert again.train.read(0).equal(first.train.read(0))
-    monkeypatch.setattr(index, "_walk", walk)
+    monkeypatch.setattr(scans, "_walk", walk)
     (folder / "train" / CLASSES[0] / "more.jpg").write_bytes(photo(7))
     assert len(load_data(str(folder)).train) == len(first.train) + 1
     (folder / "train" / CLASSES[0] / "more.jpg").unlink()
     assert len(load_data(str(folder)).train) == len(first.train)
-    for kept in index.cache().rglob("*.npz"):
+    for kept in scans.cache().rglob("*.npz"):
         kept.write_bytes(kept.read_bytes()[:100])
     assert len(load_data(str(folder)).train) == len(first.train), "a damaged cache is looked past"
 
@@ -340,7 +340,7 @@ def test_folders_that_cannot_work(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(index.os, "scandir", refuse)
+    monkeypatch.setattr(scans.os, "scandir", refuse)
     with pytest.raises(Problem, match=r"the folder .*one.* cannot be read \(Permission denied\)"):
         load_data(str(tmp_path / "one"))
 

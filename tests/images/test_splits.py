@@ -10,7 +10,8 @@ import torch
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.images import name_lists, splits
-from finetune_mile.images.index import ImageSet, Names, locate
+from finetune_mile.images.name_lists import locate
+from finetune_mile.images.sets import ImageSet, Names
 from finetune_mile.images.sources.imagenet import synsets
 from finetune_mile.images.splits import make_pools
 
@@ -21,7 +22,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def image_set(ids, given):
-    return ImageSet(ids=ids, given=torch.as_tensor(given), truth=None, read=lambda _: None)
+    return ImageSet(ids=ids, given=torch.as_tensor(given), truth=None, content=lambda _: None)
 
 
 def small(per_class=20):
@@ -55,7 +56,7 @@ def test_the_published_lists_at_full_size(whole_imagenet, shared, tmp_path):
     pools = {}
     for fraction, percent in ((0.01, "1"), (0.1, "10")):
         text = lzma.decompress((shared / f"data/imagenet/simclr_{percent}percent.txt.xz").read_bytes())
-        card = splits.published(whole_imagenet.ids, 1000, fraction)
+        (card,) = (card for card in splits.read_cards() if card.fraction == fraction)
         assert hashlib.sha256(text).hexdigest() == card.sha256
         with pytest.raises(Problem, match=rf"put it at .*imagenet-{percent}percent.txt, or give it with --split FILE"):
             splits.choose(whole_imagenet.ids, 1000, fraction, None)
@@ -151,7 +152,7 @@ def test_lists_that_cannot_work(tmp_path):
         name_lists.read_list(tmp_path / "cut.txt.xz")
     one = write(tmp_path / "one.txt", ["a/01.jpg", "b/01.jpg"])
     with pytest.raises(Problem, match=r"one.txt holds 3.33% of all images, --fraction is 50.00%"):
-        splits.choose(images.ids, 3, 0.5, one)
+        make_pools(images, 0.5, 0, splits.choose(images.ids, 3, 0.5, one))
     with pytest.raises(Problem, match=r"no image is left of 1 classes \(the first is class number 2\)"):
         make_pools(images, 1.0, 0, splits.choose(images.ids, 3, 1.0, one))
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.index import ImageSet
+from finetune_mile.images.sets import ImageSet
 from finetune_mile.images.splits import balanced_weights, fingerprint, make_pools, stratified
 
 
@@ -38,7 +38,7 @@ def test_a_fraction_out_of_range_is_refused(fraction):
 def test_pools_hide_the_labels_of_the_rest():
     given_labels = torch.arange(20) % 2
     images = ImageSet(
-        ids=[str(i) for i in range(20)], given=given_labels, truth=None, read=lambda i: torch.zeros(3, 2, 2)
+        ids=[str(i) for i in range(20)], given=given_labels, truth=None, content=lambda i: torch.zeros(3, 2, 2)
     )
     pools = make_pools(images, 0.5, 0)
     labelled, rest = pools.indices["labelled"], pools.indices["unlabelled"]

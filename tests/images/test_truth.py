@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.index import Data, ImageSet, Names
+from finetune_mile.images.sets import Data, ImageSet, Names
 from finetune_mile.images.sources import check_split, check_truth
 from finetune_mile.images.sources.imagenet import synsets
 from finetune_mile.images.truth import with_real, with_truth
@@ -16,7 +16,7 @@ from finetune_mile.images.truth import with_real, with_truth
 
 def data_of(val, labels, classes, train=("a/x.jpg",)):
     def images(ids, given):
-        return ImageSet(ids=Names.of(ids), given=torch.as_tensor(given), truth=None, read=lambda _: None)
+        return ImageSet(ids=Names.of(ids), given=torch.as_tensor(given), truth=None, content=lambda _: None)
 
     return Data(name="d", classes=tuple(classes), train=images(train, [0] * len(train)), val=images(val, labels))
 

@@ -89,9 +89,9 @@ def test_unlabelled_beside_train_joins_the_training_images(photos):
     assert list(data.train.ids) == [*before.train.ids, "unlabelled/deep/a.jpg", "unlabelled/x.jpg"]
     assert data.train.given.tolist() == [*before.train.given.tolist(), -1, -1]
     assert data.train.read(12).shape == (3, SIDE[1], SIDE[0])
-    assert data.train.encoded(13) == (photos / "unlabelled/x.jpg").read_bytes()
-    assert data.train.encoded(11) == before.train.encoded(11)
-    stamp = stamper(data.train.encoded)
+    assert data.train.content(13) == (photos / "unlabelled/x.jpg").read_bytes()
+    assert data.train.content(11) == before.train.content(11)
+    stamp = stamper(data.train.content)
     assert stamp(11).startswith(f"{photos}/train/c/3.jpg ")
     assert stamp(13).startswith(f"{photos}/unlabelled/x.jpg ")
     everything = load_data(f"{photos}?labels=none", need_labels=False)

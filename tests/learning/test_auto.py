@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from shortcuts import SHORT, losses
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.index import Data
+from finetune_mile.images.sets import Data
 from finetune_mile.images.sources.grids import load
 from finetune_mile.images.splits import hold_out, labelled_pools, make_pools
 from finetune_mile.learning import evidence

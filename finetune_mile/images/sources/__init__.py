@@ -10,11 +10,14 @@ import os
 import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import Problem, did_you_mean
-from finetune_mile.images.index import Data
+
+if TYPE_CHECKING:
+    from finetune_mile.images.sets import Data
 
 # Scheme of --data: module:function that reads it, from the text behind the scheme and the flag with its text.
 SOURCES: dict[str, str] = {
@@ -99,15 +102,16 @@ def split_name(data: str, flag: str = "--data") -> tuple[str, str]:
                 "data/imagenet"
             )
         where = folder + where
-    _check_place(f"{flag} {data}", scheme, where.partition("?")[0])
+    flag, place = f"{flag} {data}", where.partition("?")[0]
+    if not (Path(place).is_dir() if scheme in DIRECTORIES else _check_place(flag, scheme, place)):
+        hint = f"; for a list write {f'csv:{place}'!r}" if place.endswith(".csv") and Path(place).is_file() else ""
+        raise Problem(f"{flag}: there is no directory {place!r}{hint}")
     return scheme, where
 
 
-def _check_place(flag: str, scheme: str, place: str) -> None:
-    there = True
-    if scheme in DIRECTORIES:
-        there = Path(place).is_dir()
-    elif scheme == "demo":
+def _check_place(flag: str, scheme: str, place: str) -> bool:
+    """Is what a source needs there, if it is a directory? Anything else that is wrong raises."""
+    if scheme == "demo":
         if place and not (place.isdecimal() and 0 < int(place[:9]) <= MOST_GRIDS):
             raise Problem(f"{flag[:87]}: write demo, or demo:400 for 400 training grids (at most {MOST_GRIDS:,})")
     elif scheme in OF_MNIST:
@@ -119,10 +123,8 @@ def _check_place(flag: str, scheme: str, place: str) -> None:
     elif not place:
         raise Problem(f"{flag} needs a dataset name or a directory: hf:NAME or hf:DIR")
     elif place.startswith((".", "/", "~")) or place.count("/") > 1:
-        there = Path(place).expanduser().exists()
-    if not there:
-        hint = f"; for a list write {f'csv:{place}'!r}" if place.endswith(".csv") and Path(place).is_file() else ""
-        raise Problem(f"{flag}: there is no directory {place!r}{hint}")
+        return Path(place).expanduser().exists()
+    return True
 
 
 def imagenet_folder() -> str | None:

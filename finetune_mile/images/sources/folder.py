@@ -12,17 +12,10 @@ from pathlib import Path
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.alike import listed, same_name
-from finetune_mile.images.index import (
-    Data,
-    Files,
-    ImageSet,
-    Scan,
-    count_endings,
-    number,
-    say_unreadable,
-    scan_tree,
-    to_set,
-)
+from finetune_mile.images.bad_images import say_unreadable
+from finetune_mile.images.readers import Files
+from finetune_mile.images.scans import Scan, count_endings, scan_tree
+from finetune_mile.images.sets import Data, ImageSet, number, to_set
 from finetune_mile.images.sources import read_options
 from finetune_mile.images.splits import join_unlabelled, make_data
 
@@ -84,8 +77,9 @@ def _with_labels(root: Path, folders: list[Path], scans: list[Scan], options: Ma
         tops = tuple(f"{name}/" for name in UNLABELLED)
         labels = [["" if file.startswith(tops) else name for file, name in zip(scans[0].names, labels[0], strict=True)]]
     classes = sorted(set(labels[0]) - {""})
-    if len(folders) > 1:
-        problems += _other_classes(folders[1].name, labels[1], classes, flag)
+    strange = sorted({name for names in labels[1:2] for name in names} - {*classes, ""})
+    if strange:
+        problems += _other_classes(folders[1].name, strange, classes, flag)
     if len(classes) == 1:
         problems.append(
             f"{flag}: only one class ({classes[0]}); two are needed (for images without labels write "
@@ -93,7 +87,7 @@ def _with_labels(root: Path, folders: list[Path], scans: list[Scan], options: Ma
         )
     if no_val or len(classes) == 1 or not all(len(scan.names) for scan in scans):
         raise Problem(*problems)
-    classes = sorted({name for names in labels[:2] for name in names} - {""})
+    classes = sorted([*classes, *strange])
     sets = [
         to_set(scan.names, number(names, classes), Files(folder, scan.names))
         for folder, scan, names in [*zip(folders, scans, labels, strict=True)][:2]
@@ -106,9 +100,8 @@ def _with_labels(root: Path, folders: list[Path], scans: list[Scan], options: Ma
     return _with_test(data, folders[2], scans[2].names, labels[2]) if len(folders) == 3 else data
 
 
-def _other_classes(folder: str, names: Sequence[str], classes: Sequence[str], flag: str) -> list[str]:
+def _other_classes(folder: str, strange: Sequence[str], classes: Sequence[str], flag: str) -> list[str]:
     """Sentences about the classes of a folder that train/ has not."""
-    strange = sorted(set(names) - {*classes, ""})
     renamed = _twins(folder, strange, classes)
     new = [name for name in strange if name not in renamed]
     lacking = [f"{folder}/ has classes that train/ lacks: {listed(new)}"] if new else []
@@ -149,8 +142,7 @@ def _in_folders(scan: Scan) -> bool:
 def _no_labels(folder: Path, scan: Scan, flag: str) -> ImageSet:
     """The images of a scan, none of them with a label."""
     if not len(scan.names):
-        unread = count_endings(scan.unread)
-        raise Problem(f"{flag}: no images{f': {say_unreadable(unread)}' if unread else ''}")
+        raise Problem(f"{flag}: no images{_say_unread(scan.unread)}")
     return to_set(scan.names, number([""] * len(scan.names), ()), Files(folder, scan.names))
 
 
@@ -171,8 +163,7 @@ def _faults(scan: Scan, flag: str) -> list[str]:
     """What is wrong with class folders: empty ones, images beside them, no image at all."""
     found = _empty_classes(scan, flag) if len(scan.empty) else []
     if not len(scan.names):
-        unread = count_endings(scan.unread)
-        reason = f": {say_unreadable(unread)}" if unread else " (expected one folder per class: CLASS/IMAGE.jpg)"
+        reason = _say_unread(scan.unread) or " (expected one folder per class: CLASS/IMAGE.jpg)"
         found.append(f"{flag}: no images in class folders below it{reason}")
     strays = [name for name in scan.names if "/" not in name]
     if strays:
@@ -186,14 +177,15 @@ def _faults(scan: Scan, flag: str) -> list[str]:
     return found
 
 
+def _say_unread(files: Sequence[str]) -> str:
+    """What is wrong with files in formats that we do not read; empty where there are none."""
+    return f": {say_unreadable(count_endings(files))}" if len(files) else ""
+
+
 def _empty_classes(scan: Scan, flag: str) -> list[str]:
-    found, empty = [], []
-    for name in scan.empty:
-        unread = count_endings(file for file in scan.unread if name and file.startswith(name))
-        if unread:
-            found.append(f"{flag}: no image in class {name.rstrip('/')}: {say_unreadable(unread)}")
-        elif name:
-            empty.append(name.rstrip("/"))
+    classes = {name.rstrip("/"): [file for file in scan.unread if file.startswith(name)] for name in scan.empty if name}
+    found = [f"{flag}: no image in class {name}{_say_unread(files)}" for name, files in classes.items() if files]
+    empty = [name for name, files in classes.items() if not files]
     if len(empty) == 1:
         found.append(f"{flag}: no image in class {empty[0]}; remove the folder or fill it")
     elif empty:

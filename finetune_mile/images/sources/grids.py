@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune_mile.images.index import Data, ImageSet
 from finetune_mile.images.order import Indices, permutation, uniforms
+from finetune_mile.images.sets import Data, ImageSet
 
 CENTRE = 0.6
 DEMO_GRIDS = 12000  # for training, and a quarter of that for validation
@@ -52,7 +52,7 @@ def load(where: str, flag: str = "--data demo") -> Data:
     cut = len(order) * 2 // 3
     train, val = (
         make_grids(
-            digits, labels.astype(np.int64), part, size, num_classes=10, layout=Layout(), seed=seed, name=name
+            digits[part], labels[part].astype(np.int64), size, num_classes=10, layout=Layout(), seed=seed, name=name
         )
         for part, size, seed, name in ((order[:cut], count, 1, "train"), (order[cut:], max(count // 4, 1), 2, "val"))
     )  # fmt: skip
@@ -60,22 +60,13 @@ def load(where: str, flag: str = "--data demo") -> Data:
 
 
 def make_grids(
-    pictures: Tensor,
-    labels: Indices,
-    members: Indices,
-    count: int,
-    *,
-    num_classes: int,
-    layout: Layout,
-    seed: int,
-    name: str,
+    pictures: Tensor, labels: Indices, count: int, *, num_classes: int, layout: Layout, seed: int, name: str
 ) -> ImageSet:
-    """`count` grids of the pictures `members`, drawn from `seed`.
+    """`count` grids of pictures, drawn from `seed`.
 
     Args:
         pictures: (N, s, s) or (N, 3, s, s) uint8.
         labels: (N,) classes.
-        members: which pictures may be used.
         count: how many grids.
         num_classes: C.
         layout: rows, and how the label is drawn.
@@ -84,7 +75,7 @@ def make_grids(
     """
     cells_in_grid = layout.rows**2
     draws = uniforms(seed, 0, np.arange(count), cells_in_grid + 2)
-    cells = members[(draws[:, :cells_in_grid] * len(members)).astype(np.int64)]  # (count, cells)
+    cells = (draws[:, :cells_in_grid] * len(labels)).astype(np.int64)  # (count, cells)
     shares = np.full(cells_in_grid, (1 - layout.share) / max(cells_in_grid - 1, 1))
     shares[layout.main] = layout.share
     chosen = np.searchsorted(np.cumsum(shares)[:-1], draws[:, cells_in_grid], side="right")
@@ -97,7 +88,7 @@ def make_grids(
     truth = torch.zeros(count, num_classes, dtype=torch.bool).scatter_(1, present, True)
     return ImageSet(
         ids=[f"{name}-{i:05d}" for i in range(count)], given=given, truth=truth, main=main, in_memory=True,
-        read=Grids(pictures, torch.from_numpy(cells), torch.from_numpy(alone), layout),
+        content=Grids(pictures, torch.from_numpy(cells), torch.from_numpy(alone), layout),
     )  # fmt: skip
 
 

@@ -7,13 +7,16 @@ A label column may hold class numbers, names, or lists of either (several labels
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from finetune_mile.core.files import LARGEST_IMAGE, read_regular
 from finetune_mile.core.problems import BadImage, Problem
-from finetune_mile.images.index import MOST_CLASSES, Data, ImageSet, labels_of, to_set, unique_ids
+from finetune_mile.images.sets import MOST_CLASSES, Data, ImageSet, labels_of, to_set, unique_ids
 from finetune_mile.images.sources import read_options
 from finetune_mile.images.splits import make_data
 
@@ -141,16 +144,25 @@ def _classes(kind: Any, columns: list[list[Any]], tables: Sequence[Any], flag: s
     inner = getattr(inner, "feature", inner)
     if hasattr(inner, "names"):
         return list(inner.names)
-    names = _shard_names(tables)
-    if names is not None:
-        return names
-    values = {v for cells in columns for cell in cells for v in (cell if isinstance(cell, list) else [cell])}
-    values -= {None, -1, ""}
-    if not all(isinstance(v, int) for v in values):
-        return sorted(map(str, values))
-    if max(values, default=-1) >= MOST_CLASSES:
-        raise Problem(f"{flag}: label {max(values)}: class numbers go up to {MOST_CLASSES - 1:,}")
-    return [str(k) for k in range(max(values, default=-1) + 1)]
+    labels = (value for cells in columns for value in chain(*map(values, cells)))
+    return _shard_names(tables) or classes_of(labels, flag)
+
+
+def values(cell: Any) -> list[Any]:
+    """The labels in a cell: names or numbers; None, "" and -1 are no label."""
+    several = isinstance(cell, list | tuple | set)
+    return [value for value in (cell if several else [cell]) if value not in (None, -1, "")]
+
+
+def classes_of(labels: Iterable[Any], flag: str) -> list[str]:
+    """The classes of labels: numbers from 0 to the largest, or names in sorted order where a label is not a number."""
+    found = set(labels)
+    if not all(isinstance(value, int | np.integer) for value in found):
+        return sorted(set(map(str, found)))
+    wrong = [value for value in found if not 0 <= value < MOST_CLASSES]
+    if wrong:
+        raise Problem(f"{flag}: label {max(wrong)}: classes are 0 to {MOST_CLASSES - 1:,}")
+    return [str(k) for k in range(max(found, default=-1) + 1)]
 
 
 def _shard_names(tables: Sequence[Any]) -> list[str] | None:
@@ -174,13 +186,11 @@ def _shard_names(tables: Sequence[Any]) -> list[str] | None:
 def _image_set(table: Any, image: str, cells: list[Any], classes: list[str], several: bool, flag: str) -> ImageSet:
     if not len(table):
         raise Problem(f"{flag}: a split has no images")
-    names = []
-    for cell in cells:
-        values = [value for value in (cell if isinstance(cell, list) else [cell]) if value not in (None, -1, "")]
-        outside = [value for value in values if isinstance(value, int) and not 0 <= value < len(classes)]
-        if outside:
-            raise Problem(f"{flag}: label {outside[0]} is outside of the {len(classes)} classes")
-        names.append([classes[value] if isinstance(value, int) else str(value) for value in values])
+    labels = [values(cell) for cell in cells]
+    outside = [each for some in labels for each in some if isinstance(each, int) and not 0 <= each < len(classes)]
+    if outside:
+        raise Problem(f"{flag}: label {outside[0]} is outside of the {len(classes)} classes")
+    names = [[classes[each] if isinstance(each, int) else str(each) for each in some] for some in labels]
     return to_set(_ids(table, image, names, several), labels_of(names, classes, several), Rows(table, image))
 
 
@@ -200,4 +210,4 @@ def _ids(table: Any, image: str, names: list[list[str]], several: bool) -> list[
     if several:
         bare = [file.rpartition("/")[2] for file in files]
         return bare if len(set(bare)) == len(bare) else files
-    return unique_ids([some[0] if some else "unlabelled" for some in names], files)
+    return unique_ids(names, files)

@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.index import Bytes, Data, Files, TarFiles, locate, number, scan_tree, to_set
+from finetune_mile.images.name_lists import locate
+from finetune_mile.images.readers import Files, TarFiles
+from finetune_mile.images.scans import scan_tar, scan_tree
+from finetune_mile.images.sets import Data, number, to_set
 from finetune_mile.images.sources import read_options
 from finetune_mile.images.sources.folder import class_names
 from finetune_mile.images.sources.lists import read_lines, read_rows
 from finetune_mile.images.splits import make_data
-from finetune_mile.images.tars import scan_tar
 
 TAR = "ILSVRC2012_img_%s.tar"
 BELOW = ("", "ILSVRC/Data/CLS-LOC")  # the second is Kaggle's
@@ -79,7 +81,7 @@ def _shipped_by_timm(name: str) -> bytes:
     return data
 
 
-def _find(root: Path, split: str, flag: str) -> tuple[list[str], list[str], Bytes] | None:
+def _find(root: Path, split: str, flag: str) -> tuple[list[str], list[str], Files | TarFiles] | None:
     """Class names ([]: validation images in a flat folder or tar), file names and reader; None: no such images."""
     folders = [root / below / split for below in BELOW]
     if split == "val":

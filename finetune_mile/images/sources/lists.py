@@ -12,7 +12,8 @@ import torch
 
 from finetune_mile.core.files import open_text
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.index import Data, Files, ImageSet, labels_of, multi_hot, to_set, unique_ids
+from finetune_mile.images.readers import Files
+from finetune_mile.images.sets import Data, ImageSet, labels_of, multi_hot, to_set, unique_ids
 from finetune_mile.images.sources import read_options
 from finetune_mile.images.splits import make_data
 
@@ -59,7 +60,7 @@ def load_csv(where: str, flag: str) -> Data:
         if split and not (root / files[0]).exists() and (root / split / files[0]).exists():
             root = root / split
         chosen = [sets[i] for i in group]
-        ids = files if several else unique_ids([names[0] if names else "unlabelled" for names in chosen], files)
+        ids = files if several else unique_ids(chosen, files)
         if len(set(ids)) < len(ids):
             twice = next(name for i, name in enumerate(ids) if name in ids[:i])
             raise Problem(f"{flag}: {twice} is listed twice in the same split")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch.utils.data import Subset
 
 from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import BadImage, Problem
-from finetune_mile.images.index import MOST_CLASSES, Data, Files, ImageSet, labels_of, to_set, unique_ids
 from finetune_mile.images.pipeline import to_pixels
-from finetune_mile.images.sources.hf import from_splits
+from finetune_mile.images.readers import Files
+from finetune_mile.images.sets import Data, ImageSet, labels_of, to_set, unique_ids
+from finetune_mile.images.sources.hf import classes_of, from_splits, values
 from finetune_mile.images.splits import make_data
 
 SPLITS = ("train", "val", "test")
@@ -60,31 +62,15 @@ def _listed(name: str, given: Sequence[Any], flag: str) -> Data:
         raise Problem(f"{flag}: there are {len(paths):,} paths and {len(labels):,} labels; expected one label per path")
     files = [os.path.abspath(Path(path).expanduser()) for path in paths]  # noqa: PTH100  a user's links stay
     several = any(isinstance(label, list | tuple | set) for label in labels)
-    cells = [label if isinstance(label, list | tuple | set) else [label] for label in labels]
-    cells = [[value for value in cell if value not in (None, -1, "")] for cell in cells]
-    numbers = [int(value) for cell in cells for value in cell if isinstance(value, int | np.integer)]
-    if numbers and len(numbers) == sum(map(len, cells)):
-        classes = _numbered(numbers, flag)
-    else:
-        classes = sorted({str(value) for cell in cells for value in cell})
+    cells = [values(label) for label in labels]
+    classes = classes_of(chain(*cells), flag)
     sets = [[str(value) for value in cell] for cell in cells]
     shared = os.path.commonpath([os.path.dirname(file) for file in files])  # noqa: PTH120  not part of an id
-    if several:
-        ids = [os.path.relpath(file, shared) for file in files]
-    else:
-        ids = unique_ids([names[0] if names else "unlabelled" for names in sets], files)
+    ids = [os.path.relpath(file, shared) for file in files] if several else unique_ids(sets, files)
     if len(set(ids)) < len(ids):
         twice = next(each for i, each in enumerate(ids) if each in ids[:i])
         raise Problem(f"{flag}: {twice} is listed twice")
     return make_data(name, classes, [to_set(ids, labels_of(sets, classes, several), Files(Path("/"), files))], flag)
-
-
-def _numbered(labels: Sequence[int], flag: str) -> list[str]:
-    """The names of classes that are numbers; -1 is none."""
-    lowest, highest = min(labels), max(labels)
-    if lowest < -1 or highest >= MOST_CLASSES:
-        raise Problem(f"{flag}: label {lowest if lowest < -1 else highest}: classes are 0 to {MOST_CLASSES - 1:,}")
-    return [str(k) for k in range(highest + 1)]
 
 
 # ------------------------------------------------------------------------------------ (image, label) items
@@ -107,13 +93,13 @@ def _items(name: str, splits: Mapping[str, Any], flag: str) -> Data:
     labels = {split: _labels(split, items, flag) for split, items in splits.items()}
     train = splits["train"]
     named = getattr(train.dataset if isinstance(train, Subset) else train, "classes", None)
-    classes = _numbered(np.concatenate([*labels.values()]).tolist(), flag)
+    classes = classes_of({*np.concatenate([*labels.values()]).tolist()} - {-1}, flag)
     if isinstance(named, list | tuple) and len(named) >= len(classes):
         classes = [str(each) for each in named]
     sets = {
         split: ImageSet(
             ids=[f"row-{i:09d}" for i in range(len(items))], given=torch.from_numpy(labels[split]), truth=None,
-            read=Items(items),
+            content=Items(items),
         )
         for split, items in splits.items()
     }  # fmt: skip

@@ -17,11 +17,13 @@ import numpy as np
 
 from finetune_mile.core.files import open_regular, size_in_words
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.index import ENDINGS, MOST_CLASSES, Data, ImageSet, TarFiles, labels_of, to_set
 from finetune_mile.images.order import Indices
+from finetune_mile.images.readers import TarFiles
+from finetune_mile.images.scans import ENDINGS, scan_tar
+from finetune_mile.images.sets import MOST_CLASSES, Data, ImageSet, labels_of, to_set
 from finetune_mile.images.splits import make_data
-from finetune_mile.images.tars import STATE, read_state, scan_tar
 
+STATE = "pack.json"  # `finetune-mile pack` writes it beside its shards
 VAL_STARTS = ("val", "validation", "test")
 LARGEST_NOTE = 2**20  # bytes of one .cls or .json
 
@@ -56,6 +58,17 @@ def load(where: str, flag: str) -> Data:
     classes = state.get("classes") or _class_order([sample for half in halves for sample in half])
     sets = (_image_set(paths, half, classes, flag) for paths, half in zip(shards, halves, strict=True))
     return make_data(state.get("name", root.resolve().name), classes, sets, flag)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What `finetune-mile pack` wrote about its shards."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        state = None
+    if not isinstance(state, dict) or not isinstance(state.get("classes"), list):
+        raise Problem(f"{path}: pack.json is damaged; remove {path.parent} and pack again")
+    return state
 
 
 def _shards(root: Path, flag: str) -> list[list[Path]]:

@@ -19,9 +19,10 @@ from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool, Preprocess
-from finetune_mile.images.index import BadImages, Data, say_skipped
+from finetune_mile.images.bad_images import BadImages, say_skipped
 from finetune_mile.images.order import Key, Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches
+from finetune_mile.images.sets import Data
 from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import one_label_each
 from finetune_mile.learning.loop import Loop, StepRecord
