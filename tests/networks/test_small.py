@@ -7,8 +7,7 @@ from shortcuts import SHORT
 
 import finetune_mile
 from finetune_mile.checkpoints.classifier import open_with_head
-from finetune_mile.networks.heads import build, get_head, new_head
-from finetune_mile.networks.small import SMALL
+from finetune_mile.networks.heads import SMALL, build, get_head, new_head
 
 
 @pytest.mark.parametrize("arch", SMALL)

@@ -52,7 +52,7 @@ class MappedFile:
         self.check(start, count)
         if count == 0 or start % itemsize:
             return torch.from_numpy(self.fresh(start, count)).untyped_storage()
-        return self._storage[start : start + count]  # type: ignore[no-any-return]
+        return self._storage[start : start + count]
 
     def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of `shape` that begins at byte `start`."""

@@ -40,7 +40,7 @@ def itemsize(dtype: str | None) -> int:
 
 def _dtype(name: str) -> torch.dtype:
     require(name in DTYPES, "holds a tensor of a dtype that is not known")
-    return getattr(torch, name)  # type: ignore[no-any-return]
+    return getattr(torch, name)
 
 
 @contextmanager
