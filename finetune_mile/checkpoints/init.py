@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune_mile.checkpoints.cards import Card, Missing, fetch_card, find_card, list_cards
-from finetune_mile.checkpoints.readers.contents import Refused
+from finetune_mile.checkpoints.readers import Refused
 from finetune_mile.checkpoints.readers.wire import message, raw, shape, table
 from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import Problem

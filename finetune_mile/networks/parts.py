@@ -125,8 +125,13 @@ def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *inputs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return kind.forward(self, *inputs)
-        contexts = (nullcontext(), _statistics_kept(self))  # of the first and of the second time
-        return checkpoint(kind.forward, self, *inputs, use_reentrant=False, context_fn=lambda: contexts)
+        return checkpoint(
+            kind.forward,
+            self,
+            *inputs,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), _statistics_kept(self)),  # for the first and for the second time
+        )
 
     return type(kind.__name__, (kind,), {"forward": forward})
 

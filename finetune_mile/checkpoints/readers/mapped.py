@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from finetune_mile.checkpoints.readers.contents import Refused, require
+from finetune_mile.checkpoints.readers import Refused, require
 
 _MAPS = Path("/proc/self/maps")  # address, rights, offset, device, inode and name of each mapping; Linux only
 # Private and writable, of a file (inode 0: of none) that is no library.

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from finetune_mile.checkpoints.readers.contents import Container, Contents, Refused, check_shape, require
+from finetune_mile.checkpoints.readers import TABLE_MAGIC, Container, Contents, Refused, check_shape, require
 from finetune_mile.checkpoints.readers.mapped import MappedFile
-from finetune_mile.checkpoints.readers.wire import TABLE_MAGIC, message, raw, shape, table, varint, whole
+from finetune_mile.checkpoints.readers.wire import message, raw, shape, table, varint, whole
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
