@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from input import SIZE, synthesise
 
-from finetune_mile.checkpoints.classifier import open_with_head
 from finetune_mile.checkpoints.exporting import write_export
+from finetune_mile.checkpoints.loading import open_with_head
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.index import Files, ImageSet
 from finetune_mile.images.pipeline import decode_from, default_workers

@@ -4,7 +4,7 @@ import json
 import re
 import stat
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,6 @@ THRESHOLD = 0.25  # the probability above which a label counts as found, where a
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 OTHERS = "; `export --to onnx` and `--to torch` take any network, `weights convert` without --to keeps our own form"
 _NEEDED = ("arch", "padding", "num_classes", *Preprocess.model_fields)
-
-
-def thresholds_of(config: Mapping[str, Any], classes: int, source: object) -> Tensor:
-    """The least probability of a label of each class, (C,): `thresholds` of an export's config, else `threshold`."""
-    some, one = config.get("thresholds"), config.get("threshold")
-    if some is not None:
-        fits = isinstance(some, list) and len(some) == classes and all(isinstance(v, float | int) for v in some)
-        if not fits or not all(0 <= v <= 1 for v in some):
-            raise Problem(f"{source}: `thresholds` of its config is not a list of {classes} numbers from 0 to 1")
-        return torch.tensor(some, dtype=torch.float32)
-    if one is not None and not (isinstance(one, float | int) and 0 <= one <= 1):
-        raise Problem(f"{source}: `threshold` of its config is not a number from 0 to 1")
-    return torch.full((classes,), THRESHOLD if one is None else float(one))
 
 
 def write_export(folder: Path, network: nn.Module, config: dict[str, Any]) -> None:

@@ -6,14 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from finetune_mile.checkpoints.adapters import Adapted
 from finetune_mile.checkpoints.adapters.adapter import Adapter, leaves, state_dict_of
 from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.detect import Detected
 from finetune_mile.checkpoints.readers import Contents
-from finetune_mile.checkpoints.sizes import resized_as_authors
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.heads import build
@@ -23,28 +21,6 @@ from finetune_mile.networks.vits import OPTIONS, join_options, split_timm
 _WITHOUT_EFFECT = re.compile(
     r"(?:num_classes|in_chans|\w*drop\w*_rate|dynamic_img_\w+|strict_img_size|\w*_init)=.*|norm_layer=batchnorm2d"
 )
-
-
-def open_timm(name: str, arch: str | None) -> tuple[nn.Module, Card]:
-    """A pretrained timm model without its head, and the card that timm's own notes make."""
-    import timm
-
-    from finetune_mile.networks.any_size import allow_any_size
-
-    base = name.split(".")[0]
-    if arch is not None and arch.removeprefix("timm:").split(".")[0] != base:
-        raise Problem(f"--init timm:{name} is a {name}, --arch says {arch}; leave --arch out")
-    build(f"timm:{base}")  # an unknown name is answered with the nearest ones
-    try:
-        network: nn.Module = timm.create_model(name, pretrained=True, num_classes=0)
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Problem(
-            f"--init timm:{name} could not be fetched ({first}); fetch its model.safetensors elsewhere and "
-            f"use --init FILE --arch timm:{base}"
-        ) from error
-    allow_any_size(network, split_timm(resized_as_authors(f"timm:{name}"))[2].get("resize", "timm"))
-    return network, make_card(f"timm:{name}", base, getattr(network, "pretrained_cfg", {}))
 
 
 def make_card(name: str, base: str, config: Mapping[str, Any]) -> Card:
@@ -57,16 +33,6 @@ def make_card(name: str, base: str, config: Mapping[str, Any]) -> Card:
         licence=str(config.get("license") or "unknown"),
         source=str(config.get("hf_hub_id") or config.get("url") or ""),
     )
-
-
-def timm_card(network: nn.Module) -> Card | None:
-    """The card of a network that a user made with timm; None for another network."""
-    config = getattr(network, "pretrained_cfg", None)
-    if not isinstance(config, dict) or not config.get("architecture"):
-        return None
-    base = str(config["architecture"])
-    tag = f".{config['tag']}" if config.get("tag") else ""
-    return make_card(f"timm:{base}{tag}", base, config)
 
 
 def timm_facts(config: Mapping[str, Any]) -> tuple[str, Preprocess]:

@@ -17,8 +17,8 @@ from accelerate.utils import gather_object
 from PIL import Image
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.classifier import open_with_head
 from finetune_mile.checkpoints.init import Init
+from finetune_mile.checkpoints.loading import open_with_head
 from finetune_mile.checkpoints.readers import read
 from finetune_mile.compute.passes import outputs_of
 from finetune_mile.core.console import progress
