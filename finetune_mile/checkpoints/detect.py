@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from finetune_mile.checkpoints.adapters import ADAPTERS, Adapted
-from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, leaves, names_of
+from finetune_mile.checkpoints.adapters import ADAPTERS, Adapted, rename_all
+from finetune_mile.checkpoints.adapters.adapter import Adapter, leaves, names_of
 from finetune_mile.checkpoints.adapters.behind import (
     TOP,
     behind,
@@ -72,26 +72,19 @@ def detect(contents: Contents, located: Located) -> Detected:
 
     A format that the user names gives its conventions, and its names if the file has them.
     """
-    if located.prefix is None and located.format is None:
-        return _detect_alone(contents, located)
     prefix, format = located.prefix, located.format
     named = None if format is None else _named(format, contents)
-    unnamed = replace(located, prefix=None, format=None)
     if prefix is not None:
         prefix, part, outside = _part(contents, prefix, located)
-        detected = _as_in(named or _recognised(contents), detect(part, unnamed))
+        detected = _as_in(named or _recognised(contents), detect(part, replace(located, prefix=None, format=None)))
         why = f"{detected.why}, below {prefix}"
         return replace(
             detected, why=why, outside=outside, mapping={prefix: "", **detected.mapping}, forced=bool(format)
         )
-    assert named is not None
-    if _explains(named.adapter, contents):
-        return named
-    return replace(_as_in(named, detect(contents, unnamed)), why=named.why, forced=True)
-
-
-def _detect_alone(contents: Contents, located: Located) -> Detected:
-    """The format that the content shows."""
+    if named is not None:
+        if _explains(named.adapter, contents):
+            return named
+        return replace(_as_in(named, detect(contents, replace(located, format=None))), why=named.why, forced=True)
     known = _recognised(contents)
     if known is not None:
         explained = _explains(known.adapter, contents)
@@ -123,19 +116,12 @@ def _recognised(contents: Contents) -> Detected | None:
 
 def _explains(adapter: Adapter, contents: Contents) -> bool | None:
     """Does an adapter know a backbone in the file? None: a part of it. Other faults are told when it is loaded."""
-    known, unknown = adapter.own, False
     try:
-        own = adapter.unwrap(contents)
+        names, inside, unknown = rename_all(adapter, adapter.unwrap(contents))
     except Problem:
         return True
-    for key in own:
-        try:
-            name = adapter.rename(key) or ""
-        except UnknownKey:
-            unknown = True
-        else:
-            known = known or name.startswith(("layer1.", "blocks."))
-    return None if known and unknown else known
+    known = adapter.own or any((name or "").startswith(("layer1.", "blocks.")) for name in names.values())
+    return None if known and (inside or unknown) else known
 
 
 def _as_in(complete: Detected | None, part: Detected) -> Detected:

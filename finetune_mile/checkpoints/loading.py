@@ -21,7 +21,7 @@ from finetune_mile.checkpoints.adapters import Adapted, adapt, few, input_of
 from finetune_mile.checkpoints.adapters.adapter import leaves, tensors_of
 from finetune_mile.checkpoints.adapters.behind import other_backbones
 from finetune_mile.checkpoints.cards import Card
-from finetune_mile.checkpoints.detect import NAMES_ONLY, Detected, assumptions, detect, is_certain, name_network
+from finetune_mile.checkpoints.detect import NAMES_ONLY, assumptions, detect, is_certain, name_network
 from finetune_mile.checkpoints.exporting import THRESHOLD
 from finetune_mile.checkpoints.hugging_face import check_sizes, read_transformers
 from finetune_mile.checkpoints.init import HEADER, Init, Located, locate, parse_init, parse_source, read_header
@@ -283,7 +283,14 @@ def find_foreign(
     """The tensors of any file in our names, its card, and what its report says before the network is filled."""
     source, card, arch = located.source, located.card, located.arch
     options = facts.pop("options", {})
-    match = _find_format(contents, located, config, facts)
+    named = arch or facts.get("arch") or ""
+    in_timm = named.startswith("timm:") and HEADER not in contents.metadata
+    match = (native(contents, named, located.prefix) if in_timm else None) or detect(contents, located)
+    if card is not None and card.format not in (None, match.format):
+        raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {match.format} ({match.why})")
+    if "model_type" in config and not facts and match.format.startswith("hf-"):
+        kind = str(config["model_type"])[:40]
+        raise Problem(f"config.json: model_type {kind!r} is not supported; docs/vits.md lists those that are")
     adapted = adapt(match.contents, match.adapter, source=source, place=str(located.path), prefixes=match.mapping)
     if "model_type" in config:
         check_sizes(config, {name: tuple(tensor.shape) for name, tensor in adapted.tensors.items()}, source=source)
@@ -304,21 +311,6 @@ def find_foreign(
         picked=located.prefix is not None,
     )  # fmt: skip
     return adapted, card, report
-
-
-def _find_format(contents: Contents, located: Located, config: Mapping[str, Any], facts: Mapping[str, Any]) -> Detected:
-    """The format of a file; what a card or a config says of it must agree."""
-    named = located.arch or facts.get("arch") or ""
-    in_timm = named.startswith("timm:") and HEADER not in contents.metadata
-    match = (native(contents, named, located.prefix) if in_timm else None) or detect(contents, located)
-    if (card := located.card) is not None and card.format not in (None, match.format):
-        raise Problem(
-            f"{located.source}: card {card.name} says format {card.format}, the file is {match.format} ({match.why})"
-        )
-    if "model_type" in config and not facts and match.format.startswith("hf-"):
-        kind = str(config["model_type"])[:40]
-        raise Problem(f"config.json: model_type {kind!r} is not supported; docs/vits.md lists those that are")
-    return match
 
 
 def _facts(config: Mapping[str, Any], located: Located) -> dict[str, Any]:
@@ -468,6 +460,5 @@ def keep_own_head(opened: Opened, num_classes: int = 0, keep_head: str = "fc", s
 
 def _head_names(network: nn.Module) -> tuple[str, ...]:
     """The names of the head's tensors in the network's state dict."""
-    head = get_head(network)
-    prefix = next(name for name, module in network.named_modules() if module is head)
-    return tuple(f"{prefix}.{name}" for name, _ in head.named_parameters())
+    own = {id(parameter) for parameter in get_head(network).parameters()}
+    return tuple(name for name, parameter in network.named_parameters() if id(parameter) in own)

@@ -38,6 +38,7 @@ _CODE = "import sys; sys.path.append(sys.argv[1]); from {0} import main; main(*s
 _COMMAND = ["-I", "-S", "-c", _CODE.format("finetune_mile.checkpoints.readers.sending"), str(_ROOT)]
 _PATIENCE, _SLOWEST = 60, 2**20  # seconds, and one more for so many bytes of the pickle
 _OUT_OF_TIME = -24  # ended by SIGXCPU, on Linux and macOS
+_DTYPES = {name: getattr(torch, name) for name in DTYPES} | {None: torch.uint8}  # a storage without one counts bytes
 _SMALL = 4096  # a tensor may be an expanded view of fewer numbers (stride 0), if it is small
 # What our own code and torch raise on arguments of the wrong kind or number.
 _NONSENSE = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError)
@@ -62,7 +63,7 @@ def read_zip(file: MappedFile) -> Contents:
         for key, (dtype, items) in child.header.storages.items():
             require(f"{prefix}/data/{key}" in records, f"is damaged: storage {key} is not in the archive")
             place, size = records[f"{prefix}/data/{key}"]
-            wanted = items * itemsize(dtype)
+            wanted = items * _DTYPES[dtype].itemsize
             require(wanted <= size, f"is damaged: storage {key} should have {wanted} bytes, it has {size}")
             child.places[key] = place
         return _contents("torch-zip", child)
@@ -125,11 +126,11 @@ def read_legacy(file: MappedFile) -> Contents:
     with received(file, "torch-legacy", 0, file.size) as child:
         position = child.header.end
         for key, (dtype, items) in child.header.storages.items():
-            file.check(position, 8 + items * itemsize(dtype))
+            file.check(position, 8 + items * _DTYPES[dtype].itemsize)
             (count,) = struct.unpack_from("<q", file.view, position)
             require(count == items, "is damaged: a storage in it has another size than its tensors say")
             child.places[key] = position + 8
-            position += 8 + items * itemsize(dtype)
+            position += 8 + items * _DTYPES[dtype].itemsize
         return _contents("torch-legacy", child)
 
 
@@ -233,16 +234,6 @@ def _weigh(root: Any) -> None:
 # ------------------------------------------------------------------ the child, and tensors from what it sends
 
 
-def itemsize(dtype: str | None) -> int:
-    """Bytes of an item of a storage; an untyped storage counts bytes."""
-    return 1 if dtype is None else _dtype(dtype).itemsize
-
-
-def _dtype(name: str) -> torch.dtype:
-    require(name in DTYPES, "holds a tensor of a dtype that is not known")
-    return getattr(torch, name)
-
-
 @contextmanager
 def received(file: MappedFile, container: Container, start: int, count: int) -> Iterator["Received"]:
     """What a child process finds in the pickle, or the run of pickles, in a range of a file."""
@@ -301,11 +292,11 @@ class Received(pickle.Unpickler):
 
     def _tensor(self, key: str, name: str, offset: Any, size: Any, stride: Any) -> torch.Tensor:
         """A view of a storage; its dtype is that of the storage, if that has one."""
-        dtype, (kind, count) = _dtype(name), self.header.storages[key]
+        dtype, (kind, count) = _DTYPES[name], self.header.storages[key]
         if key not in self._storages:
             align = 8 if kind is None else dtype.itemsize
-            self._storages[key] = self._file.storage(self.places[key], count * itemsize(kind), align)
-        count = count * itemsize(kind) // dtype.itemsize
+            self._storages[key] = self._file.storage(self.places[key], count * _DTYPES[kind].itemsize, align)
+        count = count * _DTYPES[kind].itemsize // dtype.itemsize
         sides, steps = check_shape(size), check_shape(stride)
         items = prod(sides)
         require(type(offset) is int and offset >= 0, "is damaged: a tensor in it has no storage")
