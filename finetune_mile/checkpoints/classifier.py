@@ -58,8 +58,7 @@ class ImageClassifier(nn.Module, ModelHubMixin):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W) in the convention of `preprocess` to logits (B, C)."""
-        logits: Tensor = self.network(images)
-        return logits
+        return self.network(images)
 
     @overload
     def predict(self, images: Picture) -> Labels: ...  # type: ignore[overload-overlap]  # text is a sequence too
@@ -163,5 +162,4 @@ class Renormalised(nn.Module):
         self.register_buffer("shift", (seen_mean - mean) / std)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.network(images * self.scale + self.shift)
-        return logits
+        return self.network(images * self.scale + self.shift)

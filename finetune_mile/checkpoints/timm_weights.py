@@ -88,14 +88,23 @@ def _preprocess(config: Mapping[str, Any]) -> Preprocess:
 
 def native(contents: Contents, arch: str, prefix: str | None = None) -> Detected | None:
     """A file in the very names of the timm network that was asked for, where it is one, perhaps below a prefix."""
+    mapping: dict[str, str] = {}
+    outside: tuple[str, ...] = ()
     if prefix is not None:
-        return _native_below(contents, arch, prefix)
+        paths = dict(leaves(contents.tree))
+        starts = [start for start in (f"{prefix}/", f"{prefix}.", prefix) if any(p.startswith(start) for p in paths)]
+        if not starts:
+            return None
+        inside = {path[len(starts[0]) :]: tensor for path, tensor in paths.items() if path.startswith(starts[0])}
+        contents, mapping = replace(contents, tree=inside), {starts[0]: ""}
+        outside = tuple(path for path in paths if not path.startswith(starts[0]))
     with torch.device("meta"):
         names = set(build(arch).state_dict())
-    if not names <= set(state_dict_of(contents)):
+    weights = state_dict_of(contents)
+    if not names <= weights.keys():
         return None
     # the two classifiers of a distilled DeiT see one token each: no linear classifier of its features
-    two = ("head.", "head_dist.") if any(key.startswith("head_dist.") for key in state_dict_of(contents)) else ()
+    two = ("head.", "head_dist.") if any(key.startswith("head_dist.") for key in weights) else ()
     adapter = Adapter(
         recognise=lambda _: None,
         unwrap=state_dict_of,
@@ -103,19 +112,15 @@ def native(contents: Contents, arch: str, prefix: str | None = None) -> Detected
         method="timm",
         finished=True,
     )
-    why = f"all {len(names)} tensors of {arch} are there by name"
-    return Detected(format="timm", why=why, adapter=adapter, contents=contents, arch=arch)
-
-
-def _native_below(contents: Contents, arch: str, prefix: str) -> Detected | None:
-    everything = dict(leaves(contents.tree))
-    for start in (f"{prefix}/", f"{prefix}.", prefix):
-        inside = {path[len(start) :]: tensor for path, tensor in everything.items() if path.startswith(start)}
-        if inside:
-            part = native(replace(contents, tree=dict(inside)), arch)
-            outside = tuple(path for path in everything if not path.startswith(start))
-            return None if part is None else replace(part, outside=outside, mapping={start: ""})
-    return None
+    return Detected(
+        format="timm",
+        why=f"all {len(names)} tensors of {arch} are there by name",
+        adapter=adapter,
+        contents=contents,
+        mapping=mapping,
+        outside=outside,
+        arch=arch,
+    )
 
 
 def canonical_head(adapted: Adapted, arch: str) -> Adapted:

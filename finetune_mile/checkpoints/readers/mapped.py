@@ -40,19 +40,14 @@ class MappedFile:
                 "fetch it again"
             )
 
-    def fresh(self, start: int, count: int) -> npt.NDArray[np.uint8]:
-        """A copy of a range, read from the disk and not through the map."""
-        self.check(start, count)
-        out = np.fromfile(self.path, dtype=np.uint8, count=count, offset=start)
-        require(out.size == count, "became shorter while it was read")
-        return out
-
     def storage(self, start: int, count: int, itemsize: int) -> torch.UntypedStorage:
         """A range as a storage of its own: in place if aligned to `itemsize`, else copied."""
         self.check(start, count)
-        if count == 0 or start % itemsize:
-            return torch.from_numpy(self.fresh(start, count)).untyped_storage()
-        return self._storage[start : start + count]
+        if count and start % itemsize == 0:
+            return self._storage[start : start + count]
+        copy = np.fromfile(self.path, dtype=np.uint8, count=count, offset=start)  # not through the map
+        require(copy.size == count, "became shorter while it was read")
+        return torch.from_numpy(copy).untyped_storage()
 
     def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor of `shape` that begins at byte `start`."""
