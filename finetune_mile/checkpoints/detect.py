@@ -73,7 +73,12 @@ def detect(contents: Contents, located: Located) -> Detected:
     A format that the user names gives its conventions, and its names if the file has them.
     """
     prefix, format = located.prefix, located.format
-    named = None if format is None else _named(format, contents)
+    named = None
+    if format is not None:
+        if format not in ADAPTERS:
+            raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
+        why = f"--format {format}"
+        named = Detected(format=format, why=why, adapter=ADAPTERS[format], contents=contents, forced=True)
     if prefix is not None:
         prefix, part, outside = _part(contents, prefix, located)
         detected = _as_in(named or _recognised(contents), detect(part, replace(located, prefix=None, format=None)))
@@ -97,12 +102,6 @@ def detect(contents: Contents, located: Located) -> Detected:
             raise
         return known  # adapting it says what is wrong
     return found if known is None or _explains(found.adapter, contents) else known
-
-
-def _named(format: str, contents: Contents) -> Detected:
-    if format not in ADAPTERS:
-        raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
-    return Detected(format=format, why=f"--format {format}", adapter=ADAPTERS[format], contents=contents, forced=True)
 
 
 def _recognised(contents: Contents) -> Detected | None:
