@@ -7,7 +7,7 @@ tensors into a network; the classifier that a file holds.
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -87,6 +87,7 @@ class Opened:
     classifier: dict[str, Tensor] = field(default_factory=dict)  # LINEAR: (C, D), (C,); perhaps HIDDEN: (H, D), (H,)
     classifier_names: dict[str, str] = field(default_factory=dict)  # what the file calls them
     config: dict[str, Any] = field(default_factory=dict)  # of the export: its header, or config.json beside the file
+    transform: Callable[[Any], Tensor] | None = None  # timm's own: a PIL image to uint8 (3, size, size)
 
     @property
     def own(self) -> bool:
