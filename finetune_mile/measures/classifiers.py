@@ -126,8 +126,8 @@ def columns_for(model: Opened, classes: Sequence[str], source: Init) -> list[int
         raise Problem(f"{source.flag} {source}: it does not know the data's class {odd[0]!r}; are these its data?")
     if model.report.classifier != len(classes):
         raise Problem(
-            f"{source.flag} {source}: it knows {model.report.classifier} classes, the data has {len(classes)}, and their names "
-            "do not say which is which"
+            f"{source.flag} {source}: it knows {model.report.classifier} classes, the data has {len(classes)}, and "
+            "their names do not say which is which"
         )
     return None
 
@@ -153,13 +153,11 @@ def logits_of(
         batch_size: over all processes.
         workers: loader processes; None: from the cores.
     """
-    world, device = accelerator.num_processes, accelerator.device
-    mean, std = (
-        torch.tensor(v, device=device).view(3, 1, 1) for v in (model.card.preprocess.mean, model.card.preprocess.std)
-    )
+    world, device, seen = accelerator.num_processes, accelerator.device, model.card.preprocess
+    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (seen.mean, seen.std))
     if model.transform is not None:
         images = dataclasses.replace(images, read=partial(_as_timm, images.read, model.transform), in_memory=False)
-    views = Views(images, model.card.preprocess, None, 0)
+    views = Views(images, seen, None, 0)
     if workers is None:
         workers = 0 if images.in_memory else default_workers(local_processes(world))
     share = max(batch_size // world, 1)

@@ -165,7 +165,8 @@ class Evaluation:
             ids=[images.ids[i] for i in good.tolist()], classes=data.classes,
             logits=logits[good] if columns is None else logits[good][:, columns],
             given=images.given[good], truth=None if images.truth is None else images.truth[good],
-            main=None if images.main is None else images.main[good], activation=model.activation or "softmax", about=about,
+            main=None if images.main is None else images.main[good],
+            activation=model.activation or "softmax", about=about,
         )  # fmt: skip
 
     def results(self, measured: Measured, predictions: Predictions) -> dict[str, float]:
