@@ -21,7 +21,6 @@ from finetune_mile.checkpoints.adapters.behind import (
     find_trunks,
     from_simclr,
     list_prefixes,
-    no_backbone,
     resolve,
     way,
 )
@@ -159,8 +158,16 @@ def _part(contents: Contents, choice: str, located: Located) -> tuple[str, Conte
 def _behind_prefix(contents: Contents, located: Located) -> Detected:
     paths = dict(leaves(contents.tree))
     language, trunks = find_trunks(paths)
+    if not paths:
+        raise Problem(f"{located.source}: there is no tensor in this file")
     if not trunks:
-        raise no_backbone(paths, located.source)
+        sample = ", ".join(sorted(paths)[:3])
+        raise Problem(
+            f"{located.source}: unknown format, and no ResNet or vision transformer behind any prefix (its "
+            f"{len(paths)} tensors are called {sample}, ...). If the names are timm's, say --arch timm:NAME; otherwise load the "
+            "network in Python and use finetune_mile.train(init=NETWORK) (docs/python.md). docs/checkpoints.md lists "
+            "the formats"
+        )
     chosen = choose(trunks, paths)
     if chosen is None:
         ways = " or ".join(way(str(located.path), prefix or TOP) for prefix in sorted(trunks))

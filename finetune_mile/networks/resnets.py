@@ -113,17 +113,15 @@ def name_arch(arch: Arch) -> str:
         depth = next((d for d, s in DEPTHS.items() if s == (arch.block, arch.layers)), None)
         if depth is None or arch.width % 64:
             raise LookupError(f"{arch.block} blocks {arch.layers}, width {arch.width}")
-        base = _base_name(arch, depth)
+        if (arch.groups, arch.inner) == (1, 64):
+            base = f"resnet{depth}" + (f"w{arch.width // 64}" if arch.width != 64 else "")
+        elif arch.width != 64 or (arch.groups == 1 and arch.inner % 64):
+            raise LookupError(f"{arch.groups} groups of {arch.inner} channels, width {arch.width}")
+        elif arch.groups == 1:
+            base = f"wide_resnet{depth}_{arch.inner // 64}"
+        else:
+            base = f"resnext{depth}_{arch.groups}x{arch.inner}d"
     return "-".join([base, *suffixes])
-
-
-def _base_name(arch: Arch, depth: int) -> str:
-    if (arch.groups, arch.inner) == (1, 64):
-        return f"resnet{depth}" + (f"w{arch.width // 64}" if arch.width != 64 else "")
-    if arch.width != 64 or (arch.groups == 1 and arch.inner % 64):
-        raise LookupError(f"{arch.groups} groups of {arch.inner} channels, width {arch.width}")
-    wide = f"wide_resnet{depth}_{arch.inner // 64}"
-    return wide if arch.groups == 1 else f"resnext{depth}_{arch.groups}x{arch.inner}d"
 
 
 # ----------------------------------------------------------------------------------------- padding

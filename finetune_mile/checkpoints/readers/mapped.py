@@ -49,12 +49,6 @@ class MappedFile:
         require(copy.size == count, "became shorter while it was read")
         return torch.from_numpy(copy).untyped_storage()
 
-    def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor of `shape` that begins at byte `start`."""
-        count = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        flat = torch.empty(0, dtype=dtype).set_(self.storage(start, count, dtype.itemsize))
-        return flat.reshape(shape)
-
 
 class MappedPages:
     """The file-backed, private parts of this process's memory, given back once they are copied.
