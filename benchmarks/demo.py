@@ -23,7 +23,7 @@ def picture(folder: Path, path: Path) -> None:
     import torch
     from matplotlib.figure import Figure
 
-    from finetune_mile.checkpoints.classifier import open_with_head
+    from finetune_mile.checkpoints.loading import open_with_head
     from finetune_mile.images.pipeline import normalise
     from finetune_mile.images.sources.grids import load
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from input import SIZE, synthesise
 
-from finetune_mile.checkpoints.classifier import open_with_head
 from finetune_mile.checkpoints.exporting import write_export
+from finetune_mile.checkpoints.loading import open_with_head
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.pipeline import default_workers
 from finetune_mile.images.readers import Files

@@ -1,4 +1,4 @@
-"""A network with the classifier of its file: for `load_classifier`, for `eval`, and as a teacher."""
+"""A network with the classifier of its file: for `load_classifier`, and as a teacher."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +10,9 @@ from huggingface_hub import ModelHubMixin, snapshot_download
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from finetune_mile.checkpoints.exporting import CONFIG, thresholds_of, write_export
+from finetune_mile.checkpoints.exporting import CONFIG, write_export
 from finetune_mile.checkpoints.init import Init, parse_source
-from finetune_mile.checkpoints.loading import Opened, Preprocessor, keep_own_head, open_trunk
+from finetune_mile.checkpoints.loading import Opened, Preprocessor, open_with_head
 from finetune_mile.compute.passes import show
 from finetune_mile.core.files import LARGEST_IMAGE, read_regular
 from finetune_mile.core.problems import BadImage, Problem
@@ -23,21 +23,6 @@ from finetune_mile.networks.heads import get_head
 BATCH = 64  # images of one forward pass of `predict`
 Picture = str | Path | Image | npt.NDArray[Any] | Tensor
 Labels = list[tuple[str, float]]  # (class, probability), the most likely class first
-
-
-def open_with_head(source: str | Init, flag: str) -> Opened:
-    """A network in eval mode with the head that its file holds; the file is read once.
-
-    Args:
-        source: a run folder, an export, or a checkpoint file with a classifier.
-        flag: for messages.
-    """
-    opened = open_trunk(parse_source(source, flag))
-    if not opened.report.classifier:
-        raise Problem(f"{flag} {source}: it has no classifier; give a finished run or a fine-tuned checkpoint")
-    opened = keep_own_head(opened)
-    opened.network.eval()
-    return opened
 
 
 # -------------------------------------------------------------------------------- for Python users
@@ -61,7 +46,7 @@ class ImageClassifier(nn.Module, ModelHubMixin):
         self.classes = opened.classes  # C names, or None where the file names none
         self.activation = opened.activation or "softmax"
         names = self.classes or tuple(map(str, range(report.classifier)))
-        limits = thresholds_of(opened.config, len(names), report.arch).tolist()
+        limits = opened.thresholds(report.arch).tolist()
         self.thresholds = dict(zip(names, limits, strict=True))  # above which `finetune-mile predict` prints a label
         self.preprocess = Preprocessor(opened.card.preprocess)
         self.card, self.report, self.model_card = opened.card, report, model_card
@@ -73,8 +58,7 @@ class ImageClassifier(nn.Module, ModelHubMixin):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W) in the convention of `preprocess` to logits (B, C)."""
-        logits: Tensor = self.network(images)
-        return logits
+        return self.network(images)
 
     @overload
     def predict(self, images: Picture) -> Labels: ...  # type: ignore[overload-overlap]  # text is a sequence too
@@ -178,5 +162,4 @@ class Renormalised(nn.Module):
         self.register_buffer("shift", (seen_mean - mean) / std)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.network(images * self.scale + self.shift)
-        return logits
+        return self.network(images * self.scale + self.shift)

@@ -11,8 +11,8 @@ import yaml
 from finetune_mile.checkpoints.cards import list_cards, own_cards
 from finetune_mile.checkpoints.exporting import check_free, write_export, write_timm
 from finetune_mile.checkpoints.init import parse_init
+from finetune_mile.checkpoints.inspecting import first_features
 from finetune_mile.checkpoints.loading import Opened, check_head_name, keep_own_head, open_trunk
-from finetune_mile.checkpoints.verified import first_features
 from finetune_mile.core.download import digest
 from finetune_mile.core.files import whole_file
 from finetune_mile.core.problems import Problem

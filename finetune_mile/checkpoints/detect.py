@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from finetune_mile.checkpoints.adapters import ADAPTERS, Adapted
-from finetune_mile.checkpoints.adapters.adapter import Adapter, UnknownKey, leaves, names_of
+from finetune_mile.checkpoints.adapters import ADAPTERS, Adapted, rename_all
+from finetune_mile.checkpoints.adapters.adapter import Adapter, leaves, names_of
 from finetune_mile.checkpoints.adapters.behind import (
     TOP,
     behind,
@@ -21,7 +21,6 @@ from finetune_mile.checkpoints.adapters.behind import (
     find_trunks,
     from_simclr,
     list_prefixes,
-    no_backbone,
     resolve,
     way,
 )
@@ -72,26 +71,24 @@ def detect(contents: Contents, located: Located) -> Detected:
 
     A format that the user names gives its conventions, and its names if the file has them.
     """
-    if located.prefix is None and located.format is None:
-        return _detect_alone(contents, located)
     prefix, format = located.prefix, located.format
-    named = None if format is None else _named(format, contents)
-    unnamed = replace(located, prefix=None, format=None)
+    named = None
+    if format is not None:
+        if format not in ADAPTERS:
+            raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
+        why = f"--format {format}"
+        named = Detected(format=format, why=why, adapter=ADAPTERS[format], contents=contents, forced=True)
     if prefix is not None:
         prefix, part, outside = _part(contents, prefix, located)
-        detected = _as_in(named or _recognised(contents), detect(part, unnamed))
+        detected = _as_in(named or _recognised(contents), detect(part, replace(located, prefix=None, format=None)))
         why = f"{detected.why}, below {prefix}"
         return replace(
             detected, why=why, outside=outside, mapping={prefix: "", **detected.mapping}, forced=bool(format)
         )
-    assert named is not None
-    if _explains(named.adapter, contents):
-        return named
-    return replace(_as_in(named, detect(contents, unnamed)), why=named.why, forced=True)
-
-
-def _detect_alone(contents: Contents, located: Located) -> Detected:
-    """The format that the content shows."""
+    if named is not None:
+        if _explains(named.adapter, contents):
+            return named
+        return replace(_as_in(named, detect(contents, replace(located, format=None))), why=named.why, forced=True)
     known = _recognised(contents)
     if known is not None:
         explained = _explains(known.adapter, contents)
@@ -106,12 +103,6 @@ def _detect_alone(contents: Contents, located: Located) -> Detected:
     return found if known is None or _explains(found.adapter, contents) else known
 
 
-def _named(format: str, contents: Contents) -> Detected:
-    if format not in ADAPTERS:
-        raise Problem(f"--format {format}: unknown; {did_you_mean(format, ADAPTERS)}")
-    return Detected(format=format, why=f"--format {format}", adapter=ADAPTERS[format], contents=contents, forced=True)
-
-
 def _recognised(contents: Contents) -> Detected | None:
     names = names_of(contents)
     for name, adapter in ADAPTERS.items():
@@ -123,19 +114,12 @@ def _recognised(contents: Contents) -> Detected | None:
 
 def _explains(adapter: Adapter, contents: Contents) -> bool | None:
     """Does an adapter know a backbone in the file? None: a part of it. Other faults are told when it is loaded."""
-    known, unknown = adapter.own, False
     try:
-        own = adapter.unwrap(contents)
+        names, inside, unknown = rename_all(adapter, adapter.unwrap(contents))
     except Problem:
         return True
-    for key in own:
-        try:
-            name = adapter.rename(key) or ""
-        except UnknownKey:
-            unknown = True
-        else:
-            known = known or name.startswith(("layer1.", "blocks."))
-    return None if known and unknown else known
+    known = adapter.own or any((name or "").startswith(("layer1.", "blocks.")) for name in names.values())
+    return None if known and (inside or unknown) else known
 
 
 def _as_in(complete: Detected | None, part: Detected) -> Detected:
@@ -174,8 +158,16 @@ def _part(contents: Contents, choice: str, located: Located) -> tuple[str, Conte
 def _behind_prefix(contents: Contents, located: Located) -> Detected:
     paths = dict(leaves(contents.tree))
     language, trunks = find_trunks(paths)
+    if not paths:
+        raise Problem(f"{located.source}: there is no tensor in this file")
     if not trunks:
-        raise no_backbone(paths, located.source)
+        sample = ", ".join(sorted(paths)[:3])
+        raise Problem(
+            f"{located.source}: unknown format, and no ResNet or vision transformer behind any prefix (its "
+            f"{len(paths)} tensors are called {sample}, ...). If the names are timm's, say --arch timm:NAME; otherwise load the "
+            "network in Python and use finetune_mile.train(init=NETWORK) (docs/python.md). docs/checkpoints.md lists "
+            "the formats"
+        )
     chosen = choose(trunks, paths)
     if chosen is None:
         ways = " or ".join(way(str(located.path), prefix or TOP) for prefix in sorted(trunks))

@@ -4,7 +4,7 @@ import json
 import re
 import stat
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,8 @@ from finetune_mile.networks.vits import split_timm
 THRESHOLD = 0.25  # the probability above which a label counts as found, where a run has no other
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 OTHERS = "; `export --to onnx` and `--to torch` take any network, `weights convert` without --to keeps our own form"
+_OF_TIMM = re.compile(r"resnet(18|34|50|101|152|200)(-d)?|resnext\d+_\d+x\d+d|wide_resnet\d+_\d+")
 _NEEDED = ("arch", "padding", "num_classes", *Preprocess.model_fields)
-
-
-def thresholds_of(config: Mapping[str, Any], classes: int, source: object) -> Tensor:
-    """The least probability of a label of each class, (C,): `thresholds` of an export's config, else `threshold`."""
-    some, one = config.get("thresholds"), config.get("threshold")
-    if some is not None:
-        fits = isinstance(some, list) and len(some) == classes and all(isinstance(v, float | int) for v in some)
-        if not fits or not all(0 <= v <= 1 for v in some):
-            raise Problem(f"{source}: `thresholds` of its config is not a list of {classes} numbers from 0 to 1")
-        return torch.tensor(some, dtype=torch.float32)
-    if one is not None and not (isinstance(one, float | int) and 0 <= one <= 1):
-        raise Problem(f"{source}: `threshold` of its config is not a number from 0 to 1")
-    return torch.full((classes,), THRESHOLD if one is None else float(one))
 
 
 def write_export(folder: Path, network: nn.Module, config: dict[str, Any]) -> None:
@@ -114,23 +102,21 @@ def write_timm(folder: Path, network: nn.Module, config: dict[str, Any], more: d
 
 def timm_name(network: nn.Module, config: dict[str, Any]) -> str:
     """The name timm has for a network, where timm computes the very same."""
+    import timm
+
     arch = str(config["arch"])
     if arch.startswith("timm:"):
         return split_timm(arch)[0]
-    why = None
+    name, why = arch.replace("-d", "d"), None
     if config["padding"] != "torch":
         why = f"it needs {config['padding']!r} padding, timm pads symmetrically and would give other features"
     elif isinstance(network, ResNet) and not isinstance(network.proj, nn.Identity):
         why = "it keeps a projection layer"
-    elif not re.fullmatch(r"resnet(18|34|50|101|152|200)(-d)?|resnext\d+_\d+x\d+d|wide_resnet\d+_\d+", arch):
+    elif not _OF_TIMM.fullmatch(arch) or not timm.is_model(name):
         why = f"timm has no {arch}"
-    else:
-        import timm
-
-        why = None if timm.is_model(arch.replace("-d", "d")) else f"timm has no {arch}"
     if why:
         raise Problem(f"--to timm is not possible: {why}{OTHERS}")
-    return arch.replace("-d", "d")
+    return name
 
 
 # ------------------------------------------------------------------- programs: torch.export and ONNX
@@ -152,8 +138,7 @@ class OnPixels(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(3, 1, 1))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        logits: Tensor = self.network((pixels.float() / 255.0 - self.mean) / self.std)
-        return logits
+        return self.network((pixels.float() / 255.0 - self.mean) / self.std)
 
 
 def traced(network: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
@@ -170,8 +155,7 @@ def write_torch(path: Path, network: nn.Module, images: Tensor) -> Callable[[Ten
     """Write a .pt2 file for `torch.export.load`; returns what the file computes. `images` are an example."""
     torch.export.save(traced(network, images), path)
     with warnings.catch_warnings(action="ignore"):
-        program: Callable[[Tensor], Tensor] = torch.export.load(path).module()
-    return program
+        return torch.export.load(path).module()
 
 
 def write_onnx(path: Path, network: nn.Module, images: Tensor, notes: dict[str, str]) -> Callable[[Tensor], Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune_mile.checkpoints.cards import Card, Missing, fetch_card, find_card, list_cards
-from finetune_mile.checkpoints.readers.contents import Refused
+from finetune_mile.checkpoints.readers import Refused
 from finetune_mile.checkpoints.readers.wire import message, raw, shape, table
 from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import Problem
@@ -55,7 +55,14 @@ class Init:
         return "::".join(filter(None, parts)) or None
 
 
-def parse_init(text: str | Init, flag: str = "--init", *, format: str | None = None, prefix: str | None = None) -> Init:
+def parse_init(
+    text: str | Init,
+    flag: str = "--init",
+    *,
+    format: str | None = None,
+    prefix: str | None = None,
+    on_disk: bool = False,
+) -> Init:
     """Parse and check what `--init` takes; a value that was parsed before is returned unchanged.
 
     Args:
@@ -63,6 +70,7 @@ def parse_init(text: str | Init, flag: str = "--init", *, format: str | None = N
         flag: for messages.
         format: the name of a format, as with `::format=FORMAT`.
         prefix: of the backbone, as with `::PREFIX`.
+        on_disk: it must be a file or a folder, see `parse_source`.
 
     Raises:
         Missing: there is no such file, folder or card.
@@ -70,28 +78,27 @@ def parse_init(text: str | Init, flag: str = "--init", *, format: str | None = N
     """
     if isinstance(text, Init):
         return text
-    where, choice = _split(text, flag)
-    kind, name = _find_kind(text, where, flag)
-    return Init(text, kind, name, choice, flag, format, prefix)
+    where, mark, choice = text.partition("::")
+    if mark and not choice:
+        raise Problem(f"{flag} {text}: nothing follows the '::'; add the prefix of the backbone, or remove the '::'")
+    kind, name = (None if on_disk else _find_name(text, where, flag)) or _find_path(text, where, flag, on_disk)
+    return Init(text, kind, name, choice or None, flag, format, prefix)
 
 
-def _find_kind(text: str, where: str, flag: str) -> tuple[Kind, str]:
+def parse_source(text: str | Init, flag: str) -> Init:
+    """Parse what can have a trained classifier: a run folder, an export or a file, never the name of a card."""
+    return parse_init(text, flag, on_disk=True)
+
+
+def _find_name(text: str, where: str, flag: str) -> tuple[Kind, str] | None:
+    """`none`, `timm:NAME` and the like, or a card, whose name wins over a folder that happens to be called so."""
     scheme, colon, name = where.partition(":")
     if where == "none":
         return "none", where
     if colon and scheme in _SCHEMES:
         _check_name(text, scheme, name, flag)
         return _SCHEMES[scheme], name
-    if "/" not in where and where in list_cards():  # a card's name wins over a folder that happens to be called so
-        return "card", where
-    path = Path(where).expanduser()
-    if path.exists():
-        return _existing(text, path, flag)
-    if _index(path) is not None:
-        return "tensorflow", str(path)
-    if "/" in where or path.suffix in _SUFFIXES:
-        raise Missing(f"{flag} {where}: there is no such file or folder")
-    return "card", find_card(where, flag).name
+    return ("card", where) if "/" not in where and where in list_cards() else None
 
 
 def _check_name(text: str, scheme: str, name: str, flag: str) -> None:
@@ -104,28 +111,20 @@ def _check_name(text: str, scheme: str, name: str, flag: str) -> None:
         raise Problem(f"{flag} hf:{name}: a Hugging Face id is hf:owner/name")
 
 
-def parse_source(text: str | Init, flag: str) -> Init:
-    """Parse what can have a trained classifier: a run folder, an export or a file, never the name of a card."""
-    if isinstance(text, Init):
-        return text
-    where, choice = _split(text, flag)
+def _find_path(text: str, where: str, flag: str, on_disk: bool) -> tuple[Kind, str]:
+    """A file or a folder; if there is none, the prefix of a TensorFlow checkpoint or another name of a card."""
     path = Path(where).expanduser()
-    if not path.exists():
-        raise Missing(f"{flag} {text}: there is no such run folder or file")
-    return Init(text, *_existing(text, path, flag), choice, flag)
-
-
-def _split(text: str, flag: str) -> tuple[str, str | None]:
-    where, mark, choice = text.partition("::")
-    if mark and not choice:
-        raise Problem(f"{flag} {text}: nothing follows the '::'; add the prefix of the backbone, or remove the '::'")
-    return where, choice or None
-
-
-def _existing(text: str, path: Path, flag: str) -> tuple[Kind, str]:
     if path.is_dir() and not any(path.iterdir()):
         raise Problem(f"{flag} {text}: the folder is empty")
-    return "folder" if path.is_dir() else "file", str(path)
+    if path.exists():
+        return "folder" if path.is_dir() else "file", str(path)
+    if on_disk:
+        raise Missing(f"{flag} {text}: there is no such run folder or file")
+    if _index(path) is not None:
+        return "tensorflow", str(path)
+    if "/" in where or path.suffix in _SUFFIXES:
+        raise Missing(f"{flag} {where}: there is no such file or folder")
+    return "card", find_card(where, flag).name
 
 
 # ------------------------------------------------------------------------------- on this machine
@@ -152,7 +151,16 @@ class Located:
 
 def locate(init: Init, arch: str | None = None) -> Located:
     """Find (or fetch) the files of a checkpoint; not for `none` and `timm:`, which have none. `arch` is --arch."""
-    located = replace(_find(init), arch=arch, format=init.format, prefix=init.prefix)
+    if init.kind == "card":
+        card = find_card(init.name)
+        located = Located(path=fetch_card(card), name=card.name, card=card)
+    elif init.kind == "hf":
+        located = _in_folder(_from_hub(init), init, name=f"hf:{init.name}")
+    elif init.kind == "folder":
+        located = _in_folder(Path(init.name), init, name=Path(init.name).resolve().name)
+    else:
+        located = _beside(Path(init.name), name=Path(init.name).name.split(".")[0])
+    located = replace(located, arch=arch, format=init.format, prefix=init.prefix)
     choice = init.choice or (located.card.choice if located.card and not init.chosen else None)
     return located if choice is None else with_choice(located, choice)
 
@@ -177,18 +185,6 @@ def with_choice(located: Located, choice: str) -> Located:
             raise Problem(f"--init {located.source}: {' and '.join(sorted(kind))} are two {word}; give one of them")
     arch, format, prefix = (next(iter(each), None) for each in (archs, formats, prefixes))
     return replace(located, arch=arch, format=format, prefix=prefix)
-
-
-def _find(init: Init) -> Located:
-    if init.kind == "card":
-        card = find_card(init.name)
-        return Located(path=fetch_card(card), name=card.name, card=card)
-    if init.kind == "hf":
-        return _in_folder(_from_hub(init), init, name=f"hf:{init.name}")
-    path = Path(init.name)
-    if init.kind == "folder":
-        return _in_folder(path, init, name=path.resolve().name)
-    return _beside(path, name=path.name.split(".")[0])
 
 
 def _beside(path: Path, name: str) -> Located:

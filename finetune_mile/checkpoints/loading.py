@@ -7,7 +7,7 @@ tensors into a network; the classifier that a file holds.
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -20,21 +20,21 @@ from torch import Tensor, nn
 from finetune_mile.checkpoints.adapters import Adapted, adapt, few, input_of
 from finetune_mile.checkpoints.adapters.adapter import leaves, tensors_of
 from finetune_mile.checkpoints.adapters.behind import other_backbones
-from finetune_mile.checkpoints.cards import SCRATCH, Card
-from finetune_mile.checkpoints.detect import NAMES_ONLY, Detected, assumptions, detect, is_certain, name_network
+from finetune_mile.checkpoints.cards import Card
+from finetune_mile.checkpoints.detect import NAMES_ONLY, assumptions, detect, is_certain, name_network
+from finetune_mile.checkpoints.exporting import THRESHOLD
 from finetune_mile.checkpoints.hugging_face import check_sizes, read_transformers
-from finetune_mile.checkpoints.init import HEADER, Init, Located, locate, parse_init, read_header
+from finetune_mile.checkpoints.init import HEADER, Init, Located, locate, parse_init, parse_source, read_header
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.readers.mapped import MappedPages
-from finetune_mile.checkpoints.sizes import resized_as_authors
-from finetune_mile.checkpoints.timm_weights import canonical_head, native, open_timm, timm_facts
+from finetune_mile.checkpoints.timm_weights import canonical_head, native, timm_facts
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.pipeline import centre_view, normalise, to_pixels
 from finetune_mile.networks.heads import HeadBias, HeadWeight, build, get_head, new_head, set_head
 from finetune_mile.networks.parts import HiddenLinear
 from finetune_mile.networks.resnets import Padding, ResNet
-from finetune_mile.networks.vits import build_empty, expand_short, is_short
+from finetune_mile.networks.vits import build_empty, is_short
 
 Activation = Literal["softmax", "sigmoid"]
 LINEAR, HIDDEN = {"fc.weight", "fc.bias"}, {"fc.hidden.weight", "fc.hidden.bias"}  # tensors of a classifier
@@ -86,8 +86,13 @@ class Opened:
     report: LoadReport
     classifier: dict[str, Tensor] = field(default_factory=dict)  # LINEAR: (C, D), (C,); perhaps HIDDEN: (H, D), (H,)
     classifier_names: dict[str, str] = field(default_factory=dict)  # what the file calls them
-    own: bool = False  # an export of ours
     config: dict[str, Any] = field(default_factory=dict)  # of the export: its header, or config.json beside the file
+    transform: Callable[[Any], Tensor] | None = None  # timm's own: a PIL image to uint8 (3, size, size)
+
+    @property
+    def own(self) -> bool:
+        """Is this an export of ours?"""
+        return self.report.format == OWN
 
     @property
     def called(self) -> str:
@@ -104,6 +109,18 @@ class Opened:
     def activation(self) -> Activation | None:
         """How the classifier was trained, where the file says it."""
         return next((word for word in get_args(Activation) if word == self.config.get("activation")), None)
+
+    def thresholds(self, source: object) -> Tensor:
+        """The least probability of a label of each class, (C,): `thresholds` of the config, else `threshold`."""
+        some, one, classes = self.config.get("thresholds"), self.config.get("threshold"), self.report.classifier
+        if some is not None:
+            fits = isinstance(some, list) and len(some) == classes and all(isinstance(v, float | int) for v in some)
+            if not fits or not all(0 <= v <= 1 for v in some):
+                raise Problem(f"{source}: `thresholds` of its config is not a list of {classes} numbers from 0 to 1")
+            return torch.tensor(some, dtype=torch.float32)
+        if one is not None and not (isinstance(one, float | int) and 0 <= one <= 1):
+            raise Problem(f"{source}: `threshold` of its config is not a number from 0 to 1")
+        return torch.full((classes,), THRESHOLD if one is None else float(one))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +197,26 @@ def load_network(
             f"--keep-head {keep_head} does not go with head_from 1: the classifier of {init} was trained on the "
             "backbone's features, not on the projection's; say --set head_from=0, or leave --keep-head out"
         )
-    new_head(network, num_classes, head_bias, head_weight)
     if keep_head is None:
+        new_head(network, num_classes, head_bias, head_weight)
         return network, opened.card, replace(report, reset=(*report.reset, *_head_names(network)))
     check_head_name(opened, keep_head, source=str(init))
-    return network, opened.card, _keep_classifier(opened, keep_head, source=str(init))
+    return network, opened.card, keep_own_head(opened, num_classes, keep_head, str(init)).report
+
+
+def open_with_head(source: str | Init, flag: str) -> Opened:
+    """A network in eval mode with the head that its file holds; the file is read once.
+
+    Args:
+        source: a run folder, an export, or a checkpoint file with a classifier.
+        flag: for messages.
+    """
+    opened = open_trunk(parse_source(source, flag))
+    if not opened.report.classifier:
+        raise Problem(f"{flag} {source}: it has no classifier; give a finished run or a fine-tuned checkpoint")
+    opened = keep_own_head(opened)
+    opened.network.eval()
+    return opened
 
 
 def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0) -> Opened:
@@ -193,32 +225,11 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
     if head_from not in (0, 1):
         raise Problem(f"head_from {head_from}: 0 (features) or 1 (after the first projection layer)")
     if init.kind in ("none", "python", "timm"):
-        return _open_without_file(init, arch)
+        from finetune_mile.checkpoints.without_file import open_without_file
+
+        return open_without_file(init, arch)
     located = locate(init, arch)
     return open_contents(read(located.path), located, head_from)
-
-
-def _open_without_file(init: Init, arch: str | None) -> Opened:
-    if init.kind == "python":
-        from finetune_mile.checkpoints.brought import open_brought
-
-        return open_brought(init, arch)
-    if init.kind == "timm":
-        network, card = open_timm(init.name, arch)
-        report = LoadReport(
-            format="timm", why="--init says so", arch=resized_as_authors(f"timm:{init.name}"), padding="torch",
-            loaded=tuple(network.state_dict()),
-        )  # fmt: skip
-        return Opened(network=network, card=card, report=report)
-    if arch is None:
-        raise Problem(
-            "no checkpoint and no network: say --init CHECKPOINT (`finetune-mile weights ls` lists published ones), "
-            "or, to train from scratch, --init none with --arch, for example --arch resnet18"
-        )
-    arch = expand_short(arch) if is_short(arch) else arch
-    network = build(arch)
-    report = LoadReport(format="none", why="--init none", arch=arch, padding="torch", reset=tuple(network.state_dict()))
-    return Opened(network=network, card=SCRATCH, report=report)
 
 
 # --------------------------------------------------------------------------------------- one file
@@ -253,7 +264,6 @@ def open_contents(contents: Contents, located: Located, head_from: int = 0) -> O
     return Opened(
         network=network, card=card, report=report, classifier=heads,
         classifier_names={ours: adapted.sources[ours] for ours in heads}, config=config,
-        own=report.format == OWN,
     )  # fmt: skip
 
 
@@ -274,7 +284,14 @@ def find_foreign(
     """The tensors of any file in our names, its card, and what its report says before the network is filled."""
     source, card, arch = located.source, located.card, located.arch
     options = facts.pop("options", {})
-    match = _find_format(contents, located, config, facts)
+    named = arch or facts.get("arch") or ""
+    in_timm = named.startswith("timm:") and HEADER not in contents.metadata
+    match = (native(contents, named, located.prefix) if in_timm else None) or detect(contents, located)
+    if card is not None and card.format not in (None, match.format):
+        raise Problem(f"{source}: card {card.name} says format {card.format}, the file is {match.format} ({match.why})")
+    if "model_type" in config and not facts and match.format.startswith("hf-"):
+        kind = str(config["model_type"])[:40]
+        raise Problem(f"config.json: model_type {kind!r} is not supported; docs/vits.md lists those that are")
     adapted = adapt(match.contents, match.adapter, source=source, place=str(located.path), prefixes=match.mapping)
     if "model_type" in config:
         check_sizes(config, {name: tuple(tensor.shape) for name, tensor in adapted.tensors.items()}, source=source)
@@ -295,21 +312,6 @@ def find_foreign(
         picked=located.prefix is not None,
     )  # fmt: skip
     return adapted, card, report
-
-
-def _find_format(contents: Contents, located: Located, config: Mapping[str, Any], facts: Mapping[str, Any]) -> Detected:
-    """The format of a file; what a card or a config says of it must agree."""
-    named = located.arch or facts.get("arch") or ""
-    in_timm = named.startswith("timm:") and HEADER not in contents.metadata
-    match = (native(contents, named, located.prefix) if in_timm else None) or detect(contents, located)
-    if (card := located.card) is not None and card.format not in (None, match.format):
-        raise Problem(
-            f"{located.source}: card {card.name} says format {card.format}, the file is {match.format} ({match.why})"
-        )
-    if "model_type" in config and not facts and match.format.startswith("hf-"):
-        kind = str(config["model_type"])[:40]
-        raise Problem(f"config.json: model_type {kind!r} is not supported; docs/vits.md lists those that are")
-    return match
 
 
 def _facts(config: Mapping[str, Any], located: Located) -> dict[str, Any]:
@@ -429,34 +431,35 @@ def check_head_name(opened: Opened, keep_head: str, *, source: str) -> None:
         raise Problem(f"--keep-head {keep_head}: the classifier in {source} is called {opened.called!r}; use that name")
 
 
-def keep_own_head(opened: Opened) -> Opened:
-    """Put the classifier of an opened file back on its backbone, in place; the caller has asked for it."""
-    new_head(opened.network, opened.report.classifier, "zero")
-    if set(opened.classifier) > LINEAR:
-        features, width = get_head(opened.network).in_features, len(opened.classifier["fc.hidden.weight"])
-        set_head(opened.network, HiddenLinear(features, width, opened.report.classifier))
-    return replace(opened, report=_keep_classifier(opened, "fc", source=opened.card.name))
+def keep_own_head(opened: Opened, num_classes: int = 0, keep_head: str = "fc", source: str = "") -> Opened:
+    """Put the classifier of an opened file back on its backbone, in place; the caller has asked for it.
 
-
-def _keep_classifier(opened: Opened, keep_head: str, *, source: str) -> LoadReport:
-    """Copy the file's classifier into the head of its network, which must have as many classes."""
-    head, classifier, report = get_head(opened.network), opened.classifier, opened.report
-    for name, parameter in head.named_parameters():
-        have, need = tuple(classifier[f"fc.{name}"].shape), tuple(parameter.shape)
+    Args:
+        opened: a file with a classifier.
+        num_classes: C of the task, which must be the classifier's; 0: any.
+        keep_head: the name that the user gave the classifier, for messages.
+        source: the file's name, for messages.
+    """
+    network, classifier, report = opened.network, opened.classifier, opened.report
+    new_head(network, num_classes or report.classifier, "zero")
+    if set(classifier) > LINEAR:
+        width = len(classifier["fc.hidden.weight"])
+        set_head(network, HiddenLinear(get_head(network).in_features, width, report.classifier))
+    state = {name: classifier[f"fc.{name}"] for name, _ in get_head(network).named_parameters()}
+    for name, parameter in get_head(network).named_parameters():
+        have, need = tuple(state[name].shape), tuple(parameter.shape)
         if have != need:
             raise Problem(
                 f"--keep-head {keep_head}: the classifier is {have}, this task needs {need}; leave --keep-head out"
             )
-    _check_numbers(classifier, source=source)
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            parameter.copy_(classifier[f"fc.{name}"])
+    _check_numbers(classifier, source=source or opened.card.name)
+    get_head(network).load_state_dict(state)
     dropped = tuple(name for name in report.dropped if name not in opened.classifier_names.values())
-    return replace(report, loaded=(*report.loaded, *_head_names(opened.network)), dropped=dropped)
+    report = replace(report, loaded=(*report.loaded, *_head_names(network)), dropped=dropped)
+    return replace(opened, report=report)
 
 
 def _head_names(network: nn.Module) -> tuple[str, ...]:
     """The names of the head's tensors in the network's state dict."""
-    head = get_head(network)
-    prefix = next(name for name, module in network.named_modules() if module is head)
-    return tuple(f"{prefix}.{name}" for name, _ in head.named_parameters())
+    own = {id(parameter) for parameter in get_head(network).parameters()}
+    return tuple(name for name, parameter in network.named_parameters() if id(parameter) in own)

@@ -152,12 +152,8 @@ def _base(
                 has |= {"patch": patch, "img": img}
             dim = {word: width for width, (word, *_) in SIZES.items()}[re.match(r"vit_([a-z]+)_", name)[1]]  # type: ignore[index]
             return name, has | {"dim": dim, "depth": SIZES[dim][1], "heads": SIZES[dim][2], "mlp": SIZES[dim][3] / dim}
-    if fallback.startswith("vit__"):
-        fallback = "vit_base_patch16_224"
-    elif not timm.is_model(fallback):
-        fallback = "vit_base_patch16_224" if "dinov2" not in fallback and "clip" not in fallback else fallback
-    has |= {"dim": 768, "depth": 12, "heads": 12, "mlp": 4.0}
-    return fallback, has
+    usual = fallback if timm.is_model(fallback) else "vit_base_patch16_224"
+    return usual, has | {"dim": 768, "depth": 12, "heads": 12, "mlp": 4.0}
 
 
 # ----------------------------------------------------------------------------- ConvNeXt and Swin

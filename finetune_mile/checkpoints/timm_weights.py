@@ -6,14 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from finetune_mile.checkpoints.adapters import Adapted
 from finetune_mile.checkpoints.adapters.adapter import Adapter, leaves, state_dict_of
 from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.detect import Detected
 from finetune_mile.checkpoints.readers import Contents
-from finetune_mile.checkpoints.sizes import resized_as_authors
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.heads import build
@@ -23,28 +21,6 @@ from finetune_mile.networks.vits import OPTIONS, join_options, split_timm
 _WITHOUT_EFFECT = re.compile(
     r"(?:num_classes|in_chans|\w*drop\w*_rate|dynamic_img_\w+|strict_img_size|\w*_init)=.*|norm_layer=batchnorm2d"
 )
-
-
-def open_timm(name: str, arch: str | None) -> tuple[nn.Module, Card]:
-    """A pretrained timm model without its head, and the card that timm's own notes make."""
-    import timm
-
-    from finetune_mile.networks.any_size import allow_any_size
-
-    base = name.split(".")[0]
-    if arch is not None and arch.removeprefix("timm:").split(".")[0] != base:
-        raise Problem(f"--init timm:{name} is a {name}, --arch says {arch}; leave --arch out")
-    build(f"timm:{base}")  # an unknown name is answered with the nearest ones
-    try:
-        network: nn.Module = timm.create_model(name, pretrained=True, num_classes=0)
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Problem(
-            f"--init timm:{name} could not be fetched ({first}); fetch its model.safetensors elsewhere and "
-            f"use --init FILE --arch timm:{base}"
-        ) from error
-    allow_any_size(network, split_timm(resized_as_authors(f"timm:{name}"))[2].get("resize", "timm"))
-    return network, make_card(f"timm:{name}", base, getattr(network, "pretrained_cfg", {}))
 
 
 def make_card(name: str, base: str, config: Mapping[str, Any]) -> Card:
@@ -57,16 +33,6 @@ def make_card(name: str, base: str, config: Mapping[str, Any]) -> Card:
         licence=str(config.get("license") or "unknown"),
         source=str(config.get("hf_hub_id") or config.get("url") or ""),
     )
-
-
-def timm_card(network: nn.Module) -> Card | None:
-    """The card of a network that a user made with timm; None for another network."""
-    config = getattr(network, "pretrained_cfg", None)
-    if not isinstance(config, dict) or not config.get("architecture"):
-        return None
-    base = str(config["architecture"])
-    tag = f".{config['tag']}" if config.get("tag") else ""
-    return make_card(f"timm:{base}{tag}", base, config)
 
 
 def timm_facts(config: Mapping[str, Any]) -> tuple[str, Preprocess]:
@@ -122,14 +88,23 @@ def _preprocess(config: Mapping[str, Any]) -> Preprocess:
 
 def native(contents: Contents, arch: str, prefix: str | None = None) -> Detected | None:
     """A file in the very names of the timm network that was asked for, where it is one, perhaps below a prefix."""
+    mapping: dict[str, str] = {}
+    outside: tuple[str, ...] = ()
     if prefix is not None:
-        return _native_below(contents, arch, prefix)
+        paths = dict(leaves(contents.tree))
+        starts = [start for start in (f"{prefix}/", f"{prefix}.", prefix) if any(p.startswith(start) for p in paths)]
+        if not starts:
+            return None
+        inside = {path[len(starts[0]) :]: tensor for path, tensor in paths.items() if path.startswith(starts[0])}
+        contents, mapping = replace(contents, tree=inside), {starts[0]: ""}
+        outside = tuple(path for path in paths if not path.startswith(starts[0]))
     with torch.device("meta"):
         names = set(build(arch).state_dict())
-    if not names <= set(state_dict_of(contents)):
+    weights = state_dict_of(contents)
+    if not names <= weights.keys():
         return None
     # the two classifiers of a distilled DeiT see one token each: no linear classifier of its features
-    two = ("head.", "head_dist.") if any(key.startswith("head_dist.") for key in state_dict_of(contents)) else ()
+    two = ("head.", "head_dist.") if any(key.startswith("head_dist.") for key in weights) else ()
     adapter = Adapter(
         recognise=lambda _: None,
         unwrap=state_dict_of,
@@ -137,19 +112,15 @@ def native(contents: Contents, arch: str, prefix: str | None = None) -> Detected
         method="timm",
         finished=True,
     )
-    why = f"all {len(names)} tensors of {arch} are there by name"
-    return Detected(format="timm", why=why, adapter=adapter, contents=contents, arch=arch)
-
-
-def _native_below(contents: Contents, arch: str, prefix: str) -> Detected | None:
-    everything = dict(leaves(contents.tree))
-    for start in (f"{prefix}/", f"{prefix}.", prefix):
-        inside = {path[len(start) :]: tensor for path, tensor in everything.items() if path.startswith(start)}
-        if inside:
-            part = native(replace(contents, tree=dict(inside)), arch)
-            outside = tuple(path for path in everything if not path.startswith(start))
-            return None if part is None else replace(part, outside=outside, mapping={start: ""})
-    return None
+    return Detected(
+        format="timm",
+        why=f"all {len(names)} tensors of {arch} are there by name",
+        adapter=adapter,
+        contents=contents,
+        mapping=mapping,
+        outside=outside,
+        arch=arch,
+    )
 
 
 def canonical_head(adapted: Adapted, arch: str) -> Adapted:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
-from finetune_mile.checkpoints.classifier import open_with_head
+from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.init import Init
+from finetune_mile.checkpoints.loading import LoadReport, Opened, open_with_head
 from finetune_mile.checkpoints.readers import read
 from finetune_mile.compute.passes import outputs_of
 from finetune_mile.core.console import progress
@@ -28,23 +28,9 @@ from finetune_mile.core.types import Preprocess
 from finetune_mile.images.bad_images import allowed
 from finetune_mile.images.pipeline import Readers, Views, default_workers, normalise
 from finetune_mile.images.sets import ImageSet
-from finetune_mile.measures.metrics import Activation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Classifier:
-    """A network with a head, and the input that it was trained on."""
-
-    name: str
-    network: nn.Module  # in eval mode, on the CPU
-    num_classes: int
-    classes: tuple[str, ...] | None  # where the checkpoint names them
-    preprocess: Preprocess
-    transform: Callable[[Any], Tensor] | None = None  # timm's: a PIL image to uint8 (3, size, size)
-    activation: Activation
-
-
-def open_classifier(model: Init, *, weights: str | None, num_classes: int, seed: int) -> Classifier:
+def open_classifier(model: Init, *, weights: str | None, num_classes: int, seed: int) -> Opened:
     """Open a model with its own head.
 
     Args:
@@ -57,14 +43,10 @@ def open_classifier(model: Init, *, weights: str | None, num_classes: int, seed:
         return _open_timm(model, weights, num_classes, seed)
     if weights is not None:
         raise Problem(f"--weights {weights} goes with {model.flag} timm:NAME; {model} has its own")
-    opened = open_with_head(model, model.flag)
-    return Classifier(
-        name=model.text, network=opened.network, num_classes=opened.report.classifier, classes=opened.classes,
-        preprocess=opened.card.preprocess, activation=opened.activation or "softmax",
-    )  # fmt: skip
+    return open_with_head(model, model.flag)
 
 
-def _open_timm(model: Init, weights: str | None, num_classes: int, seed: int) -> Classifier:
+def _open_timm(model: Init, weights: str | None, num_classes: int, seed: int) -> Opened:
     import timm
     from timm.data import create_transform, resolve_data_config
 
@@ -90,13 +72,17 @@ def _open_timm(model: Init, weights: str | None, num_classes: int, seed: int) ->
     if height != width or not network.num_classes:
         reason = "has no classifier" if not network.num_classes else f"needs {height} x {width} images, not squares"
         raise Problem(f"{model.flag} {model}: it {reason}, so it cannot be evaluated here")
-    names = network.pretrained_cfg.get("label_names")
-    return Classifier(
-        name=model.text, network=network.eval(), num_classes=network.num_classes, activation="softmax",
-        classes=tuple(names) if names else None,
-        preprocess=Preprocess(mean=tuple(config["mean"]), std=tuple(config["std"]), size=height, crop=1.0),
+    seen = Preprocess(mean=tuple(config["mean"]), std=tuple(config["std"]), size=height, crop=1.0)
+    arch = f"timm:{name}"
+    return Opened(
+        network=network.eval(),
+        card=Card(name=model.text, method="timm", arch=arch, preprocess=seen),
+        report=LoadReport(
+            format="timm", why=f"{model.flag} says so", arch=arch, padding="torch", classifier=network.num_classes
+        ),
+        config={"label_names": list(network.pretrained_cfg.get("label_names") or ())},
         transform=create_transform(**config, is_training=False, use_prefetcher=True),
-    )  # fmt: skip
+    )
 
 
 def _with_file(name: str, path: Path) -> Any:
@@ -121,34 +107,41 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def columns_for(model: Classifier, classes: Sequence[str], flag: str) -> list[int] | None:
+def columns_for(model: Opened, classes: Sequence[str], source: Init) -> list[int] | None:
     """Which logits belong to the data's classes, in their order; None: all, in the model's order.
 
     By name where the checkpoint names its classes, by ImageNet's synset ids where the data's classes are such, and
     otherwise by position if there are as many.
     """
     names = model.classes
-    if names is None and model.num_classes == 1000 and len(classes) < 1000:
+    if names is None and model.report.classifier == 1000 and len(classes) < 1000:
         from timm.data import ImageNetInfo
 
         names = tuple(ImageNetInfo().label_names())
     if names is not None and set(classes) <= set(names):
         place = {name: i for i, name in enumerate(names)}
         columns = [place[name] for name in classes]
-        return None if columns == list(range(model.num_classes)) else columns
+        return None if columns == list(range(model.report.classifier)) else columns
     if model.classes is not None and len(model.classes) == len(classes):
         odd = sorted(set(classes) - set(model.classes))
-        raise Problem(f"{flag} {model.name}: it does not know the data's class {odd[0]!r}; are these its data?")
-    if model.num_classes != len(classes):
+        raise Problem(f"{source.flag} {source}: it does not know the data's class {odd[0]!r}; are these its data?")
+    if model.report.classifier != len(classes):
         raise Problem(
-            f"{flag} {model.name}: it knows {model.num_classes} classes, the data has {len(classes)}, and their names "
-            "do not say which is which"
+            f"{source.flag} {source}: it knows {model.report.classifier} classes, the data has {len(classes)}, and "
+            "their names do not say which is which"
         )
     return None
 
 
 def logits_of(
-    model: Classifier, images: ImageSet, accelerator: Accelerator, *, data: str, batch_size: int, workers: int | None
+    model: Opened,
+    images: ImageSet,
+    accelerator: Accelerator,
+    *,
+    name: str,
+    data: str,
+    batch_size: int,
+    workers: int | None,
 ) -> tuple[Tensor, dict[int, str]]:
     """Logits (N, C) of all images, the same on every process, and which images could not be read, and why.
 
@@ -156,19 +149,20 @@ def logits_of(
         model: it is moved to the accelerator's device.
         images: N of them.
         accelerator: for devices and processes.
+        name: the model, for the progress bar.
         data: --data, for messages.
         batch_size: over all processes.
         workers: loader processes; None: from the cores.
     """
-    world, device = accelerator.num_processes, accelerator.device
-    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (model.preprocess.mean, model.preprocess.std))
+    world, device, seen = accelerator.num_processes, accelerator.device, model.card.preprocess
+    mean, std = (torch.tensor(v, device=device).view(3, 1, 1) for v in (seen.mean, seen.std))
     if model.transform is not None:
         images = dataclasses.replace(images, content=partial(_as_timm, images.read, model.transform), in_memory=False)
-    views = Views(images, model.preprocess, None, 0)
+    views = Views(images, seen, None, 0)
     if workers is None:
         workers = 0 if images.in_memory else default_workers(local_processes(world))
     share = max(batch_size // world, 1)
-    title, quiet = f"{model.name} on {len(images):,} images", not accelerator.is_main_process
+    title, quiet = f"{name} on {len(images):,} images", not accelerator.is_main_process
     with progress(title, -(-len(images) // (share * world)), quiet=quiet) as advance:
         logits, _ = outputs_of(
             accelerator, model.network.to(device), views, np.arange(len(images)),

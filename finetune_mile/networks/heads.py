@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pkgutil
 from typing import Literal
 
 import torch
@@ -10,10 +11,14 @@ from torch import Tensor, nn
 from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import Problem
 from finetune_mile.networks.resnets import Padding, ResNet, parse_arch
-from finetune_mile.networks.small import SMALL, GridCell, GridCNN, Mlp, OnFeatures, WithHead
 from finetune_mile.networks.vits import build_timm, is_short
 
-_OURS = (ResNet, GridCNN, GridCell, Mlp, OnFeatures, WithHead)
+# networks of the paper's tables, as strings: `paper/` is imported late
+SMALL = {
+    "grid-cnn": "finetune_mile.paper.networks:GridCNN",
+    "grid-cell": "finetune_mile.paper.networks:GridCell",
+    "mlp": "finetune_mile.paper.networks:Mlp",
+}
 HeadBias = Literal["zero", "prior"]
 HeadWeight = Literal["normal", "zero"]
 
@@ -24,7 +29,7 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
     if shape is not None:
         return ResNet(shape, padding=padding)
     if arch in SMALL:
-        return SMALL[arch]()
+        return pkgutil.resolve_name(SMALL[arch])()
     if arch.startswith(f"{SCHEME}:"):
         fix = "give the same network again, as in load_classifier(RUN, network=...)"
         return WithHead(copy.deepcopy(get_object(arch, "the network", fix)))
@@ -45,16 +50,59 @@ def new_head(network: nn.Module, num_classes: int, bias: HeadBias, weight: HeadW
         bias: `prior` starts every sigmoid at about 1 / C (bias -log C); `zero` starts it at one half.
         weight: `normal` draws it with a standard deviation of 0.01; `zero` makes all logits equal.
     """
-    if isinstance(network, _OURS):
-        network.fc = nn.Linear(network.num_features, num_classes)
-    else:
+    if hasattr(network, "reset_classifier"):  # timm's
         network.reset_classifier(num_classes)  # type: ignore[operator]
+    else:
+        network.fc = nn.Linear(network.num_features, num_classes)  # type: ignore[arg-type]
     head = get_head(network)
     with torch.no_grad():
         head.weight.normal_(std=0.01)
         if weight == "zero":
             head.weight.zero_()
         head.bias.fill_(-math.log(num_classes) if bias == "prior" else 0.0)
+
+
+class OnFeatures(nn.Module):
+    """A network of a classifier `fc` alone, behind a batch norm if there is one.
+
+    It is given the features (B, D) of a backbone that does not learn.
+    """
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        self.num_features = num_features
+        self.norm: nn.Module = nn.Identity()
+        self.fc: nn.Module = nn.Identity()
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features (B, D) to logits (B, C)."""
+        return self.fc(self.norm(features))
+
+
+class WithHead(nn.Module):
+    """A backbone that a Python user brings, with a classifier `fc` behind it, an identity until there is one."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.num_features = getattr(backbone, "num_features", None)
+        if not isinstance(self.num_features, int):
+            raise Problem(
+                f"--init {SCHEME}:{type(backbone).__name__}: it needs an attribute num_features, the number D of the "
+                "features (B, D) that it returns"
+            )
+        self.fc: nn.Module = nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (B, 3, H, W) to logits (B, C), or to features (B, D) where there is no head."""
+        features = self.backbone(images)
+        shape = tuple(getattr(features, "shape", ()))
+        if len(shape) != 2 or shape[1] != self.num_features:
+            raise Problem(
+                f"--init {SCHEME}:{type(self.backbone).__name__}: it returns {shape or type(features).__name__}, "
+                f"expected features (B, {self.num_features}), as its num_features says"
+            )
+        return self.fc(features)
 
 
 class StandardisedLinear(nn.Linear):
@@ -100,7 +148,7 @@ class Features(nn.Module):
 
 def get_head(network: nn.Module) -> nn.Linear:
     """The linear layer that makes the logits."""
-    head = network.fc if isinstance(network, _OURS) else network.get_classifier()  # type: ignore[operator]
+    head = network.get_classifier() if hasattr(network, "get_classifier") else network.fc  # type: ignore[operator]
     if not isinstance(head, nn.Linear):
         raise Problem(f"the classifier of {type(network).__name__} is a {type(head).__name__}, not a linear layer")
     return head

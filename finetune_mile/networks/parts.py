@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from finetune_mile.core.problems import Problem
-from finetune_mile.networks.heads import HeadWeight, StandardisedLinear, get_head, set_head
-from finetune_mile.networks.small import OnFeatures
+from finetune_mile.networks.heads import HeadWeight, OnFeatures, StandardisedLinear, get_head, set_head
 
 Head = Literal["linear", "bn-linear", "mlp"]
 HIDDEN = 2048  # units of `mlp`
@@ -127,14 +125,15 @@ def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *inputs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return kind.forward(self, *inputs)
-        contexts = partial(_first_and_second, self)
-        return checkpoint(partial(kind.forward, self), *inputs, use_reentrant=False, context_fn=contexts)
+        return checkpoint(
+            kind.forward,
+            self,
+            *inputs,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), _statistics_kept(self)),  # for the first and for the second time
+        )
 
     return type(kind.__name__, (kind,), {"forward": forward})
-
-
-def _first_and_second(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _statistics_kept(block)
 
 
 @contextmanager

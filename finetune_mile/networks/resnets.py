@@ -5,11 +5,13 @@ B batch, C channels or classes, D features, H and W height and width.
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck
 
 Padding = Literal["torch", "tf", "same", "port"]
 Stem = Literal["imagenet", "cifar", "cifar-pad2", "small", "deep"]
@@ -43,11 +45,6 @@ class Arch:
     groups: int = 1  # of the 3x3 convolutions of bottlenecks: 32 in ResNeXt-50 32x4d
     inner: int = 64  # channels of a group in a bottleneck, for 64 of the first stage: 128 in a Wide ResNet-50-2
     stride_first: bool = False  # the stride is in the first 1x1 of a bottleneck: ResNet v1, caffe; else in the 3x3
-
-    @property
-    def num_features(self) -> int:
-        """D, the size of the pooled features."""
-        return int(self.width * 2 ** (len(self.layers) - 1)) * (4 if self.block == "bottleneck" else 1)
 
 
 DEMO = Arch(block="basic", layers=(1, 1, 1, 1), width=16, stem="cifar")
@@ -116,17 +113,15 @@ def name_arch(arch: Arch) -> str:
         depth = next((d for d, s in DEPTHS.items() if s == (arch.block, arch.layers)), None)
         if depth is None or arch.width % 64:
             raise LookupError(f"{arch.block} blocks {arch.layers}, width {arch.width}")
-        base = _base_name(arch, depth)
+        if (arch.groups, arch.inner) == (1, 64):
+            base = f"resnet{depth}" + (f"w{arch.width // 64}" if arch.width != 64 else "")
+        elif arch.width != 64 or (arch.groups == 1 and arch.inner % 64):
+            raise LookupError(f"{arch.groups} groups of {arch.inner} channels, width {arch.width}")
+        elif arch.groups == 1:
+            base = f"wide_resnet{depth}_{arch.inner // 64}"
+        else:
+            base = f"resnext{depth}_{arch.groups}x{arch.inner}d"
     return "-".join([base, *suffixes])
-
-
-def _base_name(arch: Arch, depth: int) -> str:
-    if (arch.groups, arch.inner) == (1, 64):
-        return f"resnet{depth}" + (f"w{arch.width // 64}" if arch.width != 64 else "")
-    if arch.width != 64 or (arch.groups == 1 and arch.inner % 64):
-        raise LookupError(f"{arch.groups} groups of {arch.inner} channels, width {arch.width}")
-    wide = f"wide_resnet{depth}_{arch.inner // 64}"
-    return wide if arch.groups == 1 else f"resnext{depth}_{arch.groups}x{arch.inner}d"
 
 
 # ----------------------------------------------------------------------------------------- padding
@@ -149,8 +144,7 @@ class SameMaxPool2d(nn.MaxPool2d):
     """3x3 max-pooling, stride 2, SAME padding; zeros are right after a ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(pad_same(x, 3, 2))
-        return out
+        return super().forward(pad_same(x, 3, 2))
 
 
 class TFShortcutPool(nn.Module):
@@ -166,10 +160,8 @@ class TFShortcutPool(nn.Module):
         return F.avg_pool2d(padded, 2, self.stride)
 
 
-def _conv(inputs: int, outputs: int, kernel: int, stride: int, padding: Padding, groups: int = 1) -> nn.Conv2d:
-    if padding == "same" and stride > 1:
-        return SameConv2d(inputs, outputs, kernel, stride, groups=groups, bias=False)
-    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
 def _norm(arch: Arch, channels: int) -> nn.Module:
@@ -182,10 +174,10 @@ def _norm(arch: Arch, channels: int) -> nn.Module:
 class SelectiveKernel(nn.Module):
     """SimCLR-v2's selective kernel: two 3x3 branches, mixed by a softmax for each channel."""
 
-    def __init__(self, channels: int, stride: int, padding: Padding) -> None:
+    def __init__(self, channels: int, stride: int) -> None:
         super().__init__()
         squeezed = max(int(channels * SK_RATIO), 32)
-        self.conv = _conv(channels, 2 * channels, 3, stride, padding)
+        self.conv = _conv(channels, 2 * channels, 3, stride)
         self.bn = nn.BatchNorm2d(2 * channels)
         self.down = nn.Conv2d(channels, squeezed, 1, bias=False)
         self.down_bn = nn.BatchNorm2d(squeezed)
@@ -198,51 +190,36 @@ class SelectiveKernel(nn.Module):
         return (branches * mix.softmax(1)).sum(1)
 
 
-class ResidualBlock(nn.Module):
-    """A residual block, basic (two 3x3) or bottleneck (1x1, 3x3 with the stride, 1x1; `stride_first`: in the 1x1)."""
+class SelectiveBottleneck(Bottleneck):  # type: ignore[misc]
+    """torchvision's bottleneck with a selective kernel in the place of its 3x3 convolution and the norm behind it."""
 
-    def __init__(self, arch: Arch, inputs: int, channels: int, stride: int, padding: Padding, *, first: bool) -> None:
-        super().__init__()
-        self.outputs = outputs = channels * (4 if arch.block == "bottleneck" else 1)
-        self.relu = nn.ReLU(inplace=True)
-        if arch.block == "basic":
-            self.conv1 = _conv(inputs, channels, 3, stride, padding)
-            self.bn1 = _norm(arch, channels)
-            self.conv2: nn.Module = _conv(channels, channels, 3, 1, padding)
-            self.bn2 = _norm(arch, channels)
-        else:
-            inner = channels * arch.inner // 64 * arch.groups
-            first_stride, second_stride = (stride, 1) if arch.stride_first else (1, stride)
-            self.conv1 = _conv(inputs, inner, 1, first_stride, padding)
-            self.bn1 = _norm(arch, inner)
-            if arch.sk:
-                self.conv2 = SelectiveKernel(inner, second_stride, padding)
-            else:
-                self.conv2 = _conv(inner, inner, 3, second_stride, padding, arch.groups)
-                self.bn2 = _norm(arch, inner)
-            self.conv3 = _conv(inner, outputs, 1, 1, padding)
-            self.bn3 = _norm(arch, outputs)
-        self.downsample: nn.Module | None = None
-        if first and (stride > 1 or inputs != outputs or arch.project_first):
-            self.downsample = _shortcut(arch, inputs, outputs, stride, padding)
+    def __init__(self, arch: Arch, inputs: int, channels: int, stride: int, downsample: nn.Module | None) -> None:
+        nn.Module.__init__(self)  # without the 3x3 convolution of torchvision's, which would take random numbers
+        inner, outputs = channels * arch.inner // 64 * arch.groups, channels * self.expansion
+        self.conv1, self.bn1 = _conv(inputs, inner, 1), _norm(arch, inner)
+        self.conv2, self.bn2 = SelectiveKernel(inner, stride), nn.Identity()
+        self.conv3, self.bn3 = _conv(inner, outputs, 1), _norm(arch, outputs)
+        self.relu, self.downsample = nn.ReLU(inplace=True), downsample
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, inputs, H, W) to (B, outputs, H / stride, W / stride)."""
-        shortcut = x if self.downsample is None else self.downsample(x)
-        y = self.relu(self.bn1(self.conv1(x)))
-        y = self.conv2(y)
-        if hasattr(self, "conv3"):
-            y = self.relu(self.bn2(y)) if hasattr(self, "bn2") else y
-            y = self.bn3(self.conv3(y))
-        else:
-            y = self.bn2(y)
-        out: Tensor = self.relu(y + shortcut)
-        return out
+
+def _block(arch: Arch, inputs: int, channels: int, stride: int, downsample: nn.Module | None) -> nn.Module:
+    """A residual block: torchvision's, or one with selective kernels."""
+    block: Any
+    if arch.sk:
+        block = SelectiveBottleneck(arch, inputs, channels, stride, downsample)
+    else:
+        kind = BasicBlock if arch.block == "basic" else Bottleneck
+        norm = partial(_norm, arch)
+        block = kind(inputs, channels, stride, downsample, arch.groups, arch.inner, norm_layer=norm)
+    if arch.stride_first and arch.block == "bottleneck":
+        second = block.conv2.conv if arch.sk else block.conv2
+        block.conv1.stride, second.stride = second.stride, block.conv1.stride
+    return block
 
 
 def _shortcut(arch: Arch, inputs: int, outputs: int, stride: int, padding: Padding) -> nn.Sequential:
     if not arch.pooled_shortcut:
-        return nn.Sequential(_conv(inputs, outputs, 1, stride, padding), _norm(arch, outputs))
+        return nn.Sequential(_conv(inputs, outputs, 1, stride), _norm(arch, outputs))
     pool: nn.Module
     if padding == "tf":
         pool = TFShortcutPool(stride)
@@ -252,7 +229,7 @@ def _shortcut(arch: Arch, inputs: int, outputs: int, stride: int, padding: Paddi
         pool = nn.Identity()
     else:
         pool = nn.AvgPool2d(2, stride, ceil_mode=True, count_include_pad=False)
-    return nn.Sequential(pool, _conv(inputs, outputs, 1, 1, padding), _norm(arch, outputs))
+    return nn.Sequential(pool, _conv(inputs, outputs, 1), _norm(arch, outputs))
 
 
 class ResNet(nn.Module):
@@ -264,11 +241,10 @@ class ResNet(nn.Module):
     outside the map). It has no parameters, so only outputs show a wrong choice.
     """
 
-    def __init__(self, arch: Arch, num_classes: int | None = None, padding: Padding = "torch") -> None:
+    def __init__(self, arch: Arch, padding: Padding = "torch") -> None:
         super().__init__()
-        self.arch, self.padding = arch, padding
-        self.num_features = arch.num_features
-        self.conv1 = self._stem(arch, padding)
+        self.arch = arch
+        self.conv1 = _stem(arch)
         self.bn1 = _norm(arch, arch.width)
         self.relu: nn.Module = nn.ReLU(inplace=True) if arch.stem_relu else nn.Identity()
         pool = SameMaxPool2d(3, 2) if padding in ("tf", "same") else nn.MaxPool2d(3, 2, padding=1)
@@ -276,42 +252,47 @@ class ResNet(nn.Module):
         self.maxpool = pool if (arch.small_pool if small else arch.stem_pool) else nn.Identity()
         inputs = arch.width
         for stage, depth in enumerate(arch.layers):
-            blocks = []
-            for index in range(depth):
-                stride = 2 if stage > 0 and index == 0 else 1
-                blocks.append(ResidualBlock(arch, inputs, arch.width * 2**stage, stride, padding, first=index == 0))
-                inputs = blocks[-1].outputs
+            channels, stride = arch.width * 2**stage, 2 if stage else 1
+            outputs = channels * (4 if arch.block == "bottleneck" else 1)
+            changes = stride > 1 or inputs != outputs or arch.project_first
+            shortcut = _shortcut(arch, inputs, outputs, stride, padding) if changes else None
+            blocks = [_block(arch, inputs, channels, stride, shortcut)]
+            blocks += [_block(arch, outputs, channels, 1, None) for _ in range(1, depth)]
             self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
+            inputs = outputs
+        self.num_features = inputs  # D, the size of the pooled features
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.proj: nn.Module = nn.Identity()  # SimCLR-v2's first projection layer, if kept
-        self.fc: nn.Module = nn.Identity() if num_classes is None else nn.Linear(inputs, num_classes)
+        self.fc: nn.Module = nn.Identity()
         for module in self.modules():
-            if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-
-    @staticmethod
-    def _stem(arch: Arch, padding: Padding) -> nn.Module:
-        if arch.stem == "imagenet":
-            return _conv(3, arch.width, 7, 2, padding)
-        width = arch.width
-        if arch.stem == "deep":
-            return nn.Sequential(
-                _conv(3, width // 2, 3, 2, padding),
-                _norm(arch, width // 2),
-                nn.ReLU(inplace=True),
-                _conv(width // 2, width // 2, 3, 1, padding),
-                _norm(arch, width // 2),
-                nn.ReLU(inplace=True),
-                _conv(width // 2, width, 3, 1, padding),
-            )
-        if arch.stem == "small":
-            return _conv(3, width, 3, 2, padding)
-        return nn.Conv2d(3, width, 3, padding=2 if arch.stem == "cifar-pad2" else 1, bias=False)
+            if isinstance(module, nn.Conv2d):
+                if not module.weight.is_meta:
+                    nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+                if padding == "same" and module.stride != (1, 1):
+                    module.__class__, module.padding = SameConv2d, (0, 0)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) to logits (B, C), or to features (B, D) where there is no head."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for stage in range(len(self.arch.layers)):
             x = getattr(self, f"layer{stage + 1}")(x)  # torch 2.6 cannot export get_submodule
-        out: Tensor = self.fc(self.proj(torch.flatten(self.avgpool(x), 1)))
-        return out
+        return self.fc(self.proj(torch.flatten(self.avgpool(x), 1)))
+
+
+def _stem(arch: Arch) -> nn.Module:
+    width, half = arch.width, arch.width // 2
+    if arch.stem == "imagenet":
+        return _conv(3, width, 7, 2)
+    if arch.stem == "deep":
+        return nn.Sequential(
+            _conv(3, half, 3, 2),
+            _norm(arch, half),
+            nn.ReLU(inplace=True),
+            _conv(half, half, 3),
+            _norm(arch, half),
+            nn.ReLU(inplace=True),
+            _conv(half, width, 3),
+        )
+    if arch.stem == "small":
+        return _conv(3, width, 3, 2)
+    return nn.Conv2d(3, width, 3, padding=2 if arch.stem == "cifar-pad2" else 1, bias=False)

@@ -19,7 +19,7 @@ from rich.filesize import decimal
 
 from finetune_mile.checkpoints.cards import find_card
 from finetune_mile.checkpoints.init import Init, parse_init
-from finetune_mile.checkpoints.verified import record, verify_card
+from finetune_mile.checkpoints.inspecting import record, verify_card
 from finetune_mile.config.resolve import Resolved
 from finetune_mile.core.cores import local_processes, usable_cores
 from finetune_mile.core.files import shipped

@@ -139,10 +139,16 @@ class Evaluation:
             sys.stderr.write(f"warning: {sentence}\n" if sentence else "")
         weights = self.weights if source.flag == "--model" else None
         model = open_classifier(source, weights=weights, num_classes=len(data.classes), seed=self.seed)
-        columns = columns_for(model, data.classes, source.flag)
+        columns = columns_for(model, data.classes, source)
         began = time.monotonic()
         logits, bad = logits_of(
-            model, images, accelerator, data=self.data, batch_size=self.batch_size, workers=self.workers
+            model,
+            images,
+            accelerator,
+            name=source.text,
+            data=self.data,
+            batch_size=self.batch_size,
+            workers=self.workers,
         )
         seconds = time.monotonic() - began
         recipe = recipe_of(source)  # the set rule and rho of a run, so that eval gives the numbers of its results.json
@@ -152,7 +158,7 @@ class Evaluation:
             "model": source.text, "data": self.data, "part": part,
             "prediction_set": (recipe.get("evaluate") or {}).get("prediction_set", "threshold"),
             "rho": rho if isinstance(rho, int | float) else None,
-            "preprocess": model.preprocess.model_dump(mode="json"), "seconds": round(seconds, 3),
+            "preprocess": model.card.preprocess.model_dump(mode="json"), "seconds": round(seconds, 3),
             "images_per_second": round(len(images) / max(seconds, 1e-9), 1),
             "bad_images": {images.ids[i]: reason for i, reason in bad.items()},
         }  # fmt: skip
@@ -161,7 +167,8 @@ class Evaluation:
             ids=[images.ids[i] for i in good.tolist()], classes=data.classes,
             logits=logits[good] if columns is None else logits[good][:, columns],
             given=images.given[good], truth=None if images.truth is None else images.truth[good],
-            main=None if images.main is None else images.main[good], activation=model.activation, about=about,
+            main=None if images.main is None else images.main[good],
+            activation=model.activation or "softmax", about=about,
         )  # fmt: skip
 
     def results(self, measured: Measured, predictions: Predictions) -> dict[str, float]:

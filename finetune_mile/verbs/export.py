@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
             "pip install -U torch torchvision onnxscript"
         )
     check_all(problems, lambda: parse_source(options.run, "RUN"), lambda: check_empty(options.out, "--out"))
-    from finetune_mile.checkpoints.classifier import open_with_head
+    from finetune_mile.checkpoints.loading import open_with_head
     from finetune_mile.pages.exported import export
 
     opened = open_with_head(options.run, "RUN")

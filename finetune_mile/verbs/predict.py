@@ -109,15 +109,14 @@ def _predict(options: argparse.Namespace, names: list[str]) -> int:
     """Print the labels of every image as soon as its batch is done."""
     from accelerate import PartialState
 
-    from finetune_mile.checkpoints.classifier import open_with_head
-    from finetune_mile.checkpoints.exporting import thresholds_of
+    from finetune_mile.checkpoints.loading import open_with_head
     from finetune_mile.measures.labels import labelled, photos, say_labels, say_threshold
     from finetune_mile.pages.annotated import write_copy
     from finetune_mile.training.processes import use_threads
 
     use_threads()
     opened = open_with_head(options.run, "RUN")
-    thresholds = thresholds_of(opened.config, opened.report.classifier, options.run)
+    thresholds = opened.thresholds(options.run)
     if options.threshold is not None:
         thresholds.fill_(options.threshold)
     began, skipped, taken = time.monotonic(), 0, set[Path]()

@@ -10,8 +10,8 @@ import sys
 from rich.console import Console
 
 from finetune_mile.checkpoints.cards import find_card
+from finetune_mile.checkpoints.choosing import cards_table, choose_cards, facts_of, summary
 from finetune_mile.checkpoints.init import parse_init
-from finetune_mile.checkpoints.listing import cards_table, choose_cards, facts_of, summary
 from finetune_mile.config.flags import init_text
 from finetune_mile.config.weights_flags import build_parser
 from finetune_mile.core.problems import Problem

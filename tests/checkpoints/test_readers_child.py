@@ -13,7 +13,7 @@ import torch
 from assembling import call, glob, in_dict, legacy_file, proto2, storage, text, zip_file
 from safetensors.torch import save_file
 
-from finetune_mile.checkpoints.readers import read, receiving
+from finetune_mile.checkpoints.readers import read, torch_files
 from finetune_mile.core.problems import Problem
 
 STATE = b"(N}" + text("qualified") + text("os.system") + b"st"  # slots: the unpickler sets these as attributes
@@ -22,14 +22,14 @@ STATE = b"(N}" + text("qualified") + text("os.system") + b"st"  # slots: the unp
 def test_the_child_is_light(tmp_path):
     """It imports neither torch nor numpy; its start takes less than 0.3 s of the processor."""
     (tmp_path / "x.pkl").write_bytes(pickle.dumps({"a": 1}))
-    code = receiving._CODE.replace(
+    code = torch_files._CODE.replace(
         "main(*", "import os; os._exit = lambda code: print(*sys.modules, file=sys.stderr); main(*"
     )
     command = [sys.executable, "-I", "-S", "-c", code.format("finetune_mile.checkpoints.readers.sending")]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with (tmp_path / "x.pkl").open("rb") as stream:
         done = subprocess.run(
-            [*command, str(receiving._ROOT), "pickle", "0", "99"], stdin=stream, capture_output=True, check=False
+            [*command, str(torch_files._ROOT), "pickle", "0", "99"], stdin=stream, capture_output=True, check=False
         )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     loaded = done.stderr.decode().split()
@@ -62,25 +62,25 @@ def test_no_state_reaches_an_attribute_of_ours(target, tmp_path):
 
 def test_without_the_resource_module(tmp_path, monkeypatch):
     """As on Windows: files are read, and the clock is the limit."""
-    command = list(receiving._COMMAND)
+    command = list(torch_files._COMMAND)
     command[3] = "import sys; sys.modules['resource'] = None; " + command[3]
-    monkeypatch.setattr(receiving, "_COMMAND", command)
+    monkeypatch.setattr(torch_files, "_COMMAND", command)
     torch.save({"a": torch.arange(3.0)}, tmp_path / "x.pth")
     assert torch.equal(read(tmp_path / "x.pth").tree["a"], torch.arange(3.0))
-    monkeypatch.setattr(receiving, "_PATIENCE", 0)
+    monkeypatch.setattr(torch_files, "_PATIENCE", 0)
     with pytest.raises(Problem, match=r"x\.pth takes far longer to read than its size explains"):
         read(tmp_path / "x.pth")
 
 
 def test_a_child_that_cannot_start_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(receiving, "_COMMAND", ["-c", "import nothing_of_this_name"])
+    monkeypatch.setattr(torch_files, "_COMMAND", ["-c", "import nothing_of_this_name"])
     (tmp_path / "x.pkl").write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(Problem, match=r"x\.pkl is refused: the process that read it ended early \(exit code 1\)"):
         read(tmp_path / "x.pkl")
 
 
 def test_safetensors_start_no_child(tmp_path, monkeypatch):
-    monkeypatch.setattr(receiving.subprocess, "Popen", None)
+    monkeypatch.setattr(torch_files.subprocess, "Popen", None)
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     assert read(tmp_path / "x.safetensors").container == "safetensors"
 
@@ -98,7 +98,7 @@ def test_long_arrays_of_every_protocol_are_writable(tmp_path):
 
 
 def test_a_python_that_does_not_start_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(receiving.sys, "executable", str(tmp_path / "absent"))
+    monkeypatch.setattr(torch_files.sys, "executable", str(tmp_path / "absent"))
     torch.save({"a": torch.ones(1)}, tmp_path / "x.pth")
     with pytest.raises(Problem, match=r"x\.pth cannot be read: sys\.executable is .* does not start"):
         read(tmp_path / "x.pth")

@@ -17,10 +17,9 @@ from torch import nn
 
 import finetune_mile
 from finetune_mile.checkpoints.cards import find_card
-from finetune_mile.checkpoints.classifier import open_with_head
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.init import Located, with_choice
-from finetune_mile.checkpoints.loading import open_contents
+from finetune_mile.checkpoints.loading import open_contents, open_with_head
 from finetune_mile.checkpoints.readers import read
 from finetune_mile.cli import main
 from finetune_mile.core.problems import Problem

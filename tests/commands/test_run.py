@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from shortcuts import ROOT, SHORT, SHORT_MILE, losses
 
-from finetune_mile.checkpoints.classifier import open_with_head
+from finetune_mile.checkpoints.loading import open_with_head
 from finetune_mile.run import main
 
 FILES = {"recipe.yaml", "run.json", "init.json", "split.json", "metrics.jsonl", "results.json", "checkpoints", "export",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from idx_files import write_mnist
 from shortcuts import SHORT, losses
 
-from finetune_mile.checkpoints.classifier import open_with_head
+from finetune_mile.checkpoints.loading import open_with_head
 from finetune_mile.core.problems import Problem
 from finetune_mile.learning.phases import Budget, Phase, StepView
 from finetune_mile.methods import get_method

@@ -6,9 +6,8 @@ from safetensors.torch import load_file
 from shortcuts import SHORT
 
 import finetune_mile
-from finetune_mile.checkpoints.classifier import open_with_head
-from finetune_mile.networks.heads import build, get_head, new_head
-from finetune_mile.networks.small import SMALL
+from finetune_mile.checkpoints.loading import open_with_head
+from finetune_mile.networks.heads import SMALL, build, get_head, new_head
 
 
 @pytest.mark.parametrize("arch", SMALL)

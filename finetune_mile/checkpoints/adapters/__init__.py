@@ -88,20 +88,11 @@ def adapt(
         prefixes: of the backbone, for messages.
     """
     own = adapter.unwrap(contents)
+    names, inside, unknown = rename_all(adapter, own)
     sources: dict[str, str] = {}
-    dropped, unknown, inside = [], [], []
-    for key in own:
-        try:
-            name = adapter.rename(key)
-        except InsideBackbone:
-            inside.append(key)
-        except UnknownKey:
-            unknown.append(key)
-        else:
-            if name is None:
-                dropped.append(key)
-            elif sources.setdefault(name, key) != key:
-                raise Problem(f"{source}: {sources[name]} and {key} are both {name}; remove one of them from the file")
+    for key, name in names.items():
+        if name is not None and sources.setdefault(name, key) != key:
+            raise Problem(f"{source}: {sources[name]} and {key} are both {name}; remove one of them from the file")
     if inside:
         below = ".".join(each.rstrip("./") for each in prefixes if each)
         init = f"{way(place, below)} " if below else ""
@@ -124,8 +115,22 @@ def adapt(
         tensors=tensors,
         sources=sources | {name: name for name in tensors if name not in sources},  # those are made of several tensors
         used=frozenset(id(own[key]) for key in sources.values()),
-        dropped=(*dropped, *outside),
+        dropped=(*(key for key, name in names.items() if name is None), *outside),
     )
+
+
+def rename_all(adapter: Adapter, keys: Iterable[str]) -> tuple[dict[str, str | None], list[str], list[str]]:
+    """What an adapter makes of a file's names: ours, or None; those inside a backbone that it does not know; others."""
+    names: dict[str, str | None] = {}
+    inside, unknown = [], []
+    for key in keys:
+        try:
+            names[key] = adapter.rename(key)
+        except InsideBackbone:
+            inside.append(key)
+        except UnknownKey:
+            unknown.append(key)
+    return names, inside, unknown
 
 
 def few(names: Sequence[str]) -> str:

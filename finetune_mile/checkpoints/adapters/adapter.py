@@ -7,6 +7,7 @@ the tensors of one and the same backbone.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -323,15 +324,6 @@ def generator(key: str) -> str | None:
     return torchvision(re.sub(r"^(layer\d+\.\d+)\.shortcut\.", r"\1.downsample.", key))
 
 
-def separius(key: str) -> str | None:
-    """SimCLR-v2's PyTorch port without selective kernels; VISSL and the MILe code have it too."""
-    return _separius(key, _SEPARIUS_STEM, _SEPARIUS_PLAIN)
-
-
-def separius_sk(key: str) -> str | None:
-    return _separius(key, _SEPARIUS_SK_STEM, _SEPARIUS_SK)
-
-
 def _separius(key: str, stem: dict[str, str], block: dict[str, str]) -> str | None:
     module, _, leaf = key.rpartition(".")
     match = _SEPARIUS_BLOCK.fullmatch(module)
@@ -339,6 +331,11 @@ def _separius(key: str, stem: dict[str, str], block: dict[str, str]) -> str | No
         return torchvision(f"{stem[module]}.{leaf}") if module in stem else None
     group, index, inner = match.groups()
     return torchvision(f"layer{group}.{index}.{block[inner]}.{leaf}") if inner in block else None
+
+
+# SimCLR-v2's PyTorch port without and with selective kernels; VISSL and the MILe code have them too.
+separius: Vocabulary = partial(_separius, stem=_SEPARIUS_STEM, block=_SEPARIUS_PLAIN)
+separius_sk: Vocabulary = partial(_separius, stem=_SEPARIUS_SK_STEM, block=_SEPARIUS_SK)
 
 
 def detectron2(key: str) -> str | None:

@@ -15,7 +15,6 @@ from finetune_mile.checkpoints.adapters.adapter import (
     Vocabulary,
     leaves,
 )
-from finetune_mile.core.problems import Problem
 
 _TRUNK_PARTS = re.compile(r"(?:conv1|bn1|layer\d+|blocks|patch_embed|stem|stages|layers|net|[0-7])(?:\.|$)")
 _FIRST = ("layer1.0.", "blocks.0.", "stages.0.blocks.0.", "layers.0.blocks.0.")
@@ -192,15 +191,3 @@ def _is_beside(inner: str, nested: bool) -> bool:
 def from_simclr(adapter: Adapter) -> Adapter:
     """The same names with SimCLR-v2's conventions: only it has selective kernels."""
     return replace(adapter, method="simclrv2", padding="tf", preprocess=UNIT_RANGE)
-
-
-def no_backbone(paths: Mapping[str, Tensor], source: str) -> Problem:
-    """The refusal of a file without a backbone that we know."""
-    if not paths:
-        return Problem(f"{source}: there is no tensor in this file")
-    sample = ", ".join(sorted(paths)[:3])
-    return Problem(
-        f"{source}: unknown format, and no ResNet or vision transformer behind any prefix (its {len(paths)} tensors "
-        f"are called {sample}, ...). If the names are timm's, say --arch timm:NAME; otherwise load the network in "
-        "Python and use finetune_mile.train(init=NETWORK) (docs/python.md). docs/checkpoints.md lists the formats"
-    )

@@ -254,36 +254,14 @@ _CLIP_SCALARS = ("input_resolution", "context_length", "vocab_size")
 
 
 def _is_clip(contents: Contents) -> str | None:
-    found = _has(state_dict_of(contents), _clip, _CLIP_ANCHORS, ("visual.", ""))
-    return None if found is None else f"names of CLIP's image network{' below ' + found if found else ''}"
+    found = _has(state_dict_of(contents), _clip, _CLIP_ANCHORS, ("visual.",))
+    return None if found is None else "names of CLIP's image network below visual."
 
 
 def _is_openai(contents: Contents) -> str | None:
     """OpenAI's files keep three numbers of the model beside the weights; open_clip's do not."""
     why = _is_clip(contents)
     return f"{why}, beside input_resolution" if why and set(_CLIP_SCALARS) <= state_dict_of(contents).keys() else None
-
-
-def _rename_clip(key: str) -> str | None:
-    if key.startswith("visual."):
-        inner = key.removeprefix("visual.")
-        name = _clip(inner)
-        if name is None and inner != "proj":
-            raise UnknownKey(key)
-        return name
-    # flat: the image network alone; else the text network
-    beside = ("transformer.resblocks.", "token_embedding.", "ln_final.", "text")
-    others = {"proj", "positional_embedding", "text_projection", "logit_scale", "logit_bias", *_CLIP_SCALARS}
-    if key.startswith(beside) or key in others:
-        return None
-    raise UnknownKey(key)
-
-
-def _rename_clip_flat(key: str) -> str | None:
-    name = _clip(key)
-    if name is None and key != "proj":
-        raise UnknownKey(key)
-    return name
 
 
 def _shaped(name: str, tensor: Tensor) -> Tensor:
@@ -297,11 +275,16 @@ def _shaped(name: str, tensor: Tensor) -> Tensor:
 
 
 OPEN_CLIP = Adapter(
-    recognise=_is_clip, unwrap=state_dict_of, rename=_rename_clip, method="clip", preprocess=_CLIP, mark=r"ln_pre\."
+    recognise=_is_clip,
+    unwrap=state_dict_of,
+    rename=renaming(_clip, trunks=("visual.",), dropped=("visual.proj",)),  # the text network is beside it
+    method="clip",
+    preprocess=_CLIP,
+    mark=r"ln_pre\.",
 )
 OPENAI_CLIP = replace(OPEN_CLIP, recognise=_is_openai, options={"act": "quick_gelu"})
 CLIP_VISUAL = replace(
-    OPEN_CLIP, recognise=_named(_clip, _CLIP_ANCHORS, "CLIP's image network"), rename=_rename_clip_flat
+    OPEN_CLIP, recognise=_named(_clip, _CLIP_ANCHORS, "CLIP's image network"), rename=renaming(_clip, dropped=("proj",))
 )
 
 # ------------------------------------------------------- ConvNeXt and Swin, in timm's and their own names

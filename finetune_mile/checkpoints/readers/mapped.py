@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from finetune_mile.checkpoints.readers.contents import Refused, require
+from finetune_mile.checkpoints.readers import Refused, require
 
 _MAPS = Path("/proc/self/maps")  # address, rights, offset, device, inode and name of each mapping; Linux only
 # Private and writable, of a file (inode 0: of none) that is no library.
@@ -40,25 +40,14 @@ class MappedFile:
                 "fetch it again"
             )
 
-    def fresh(self, start: int, count: int) -> npt.NDArray[np.uint8]:
-        """A copy of a range, read from the disk and not through the map."""
-        self.check(start, count)
-        out = np.fromfile(self.path, dtype=np.uint8, count=count, offset=start)
-        require(out.size == count, "became shorter while it was read")
-        return out
-
     def storage(self, start: int, count: int, itemsize: int) -> torch.UntypedStorage:
         """A range as a storage of its own: in place if aligned to `itemsize`, else copied."""
         self.check(start, count)
-        if count == 0 or start % itemsize:
-            return torch.from_numpy(self.fresh(start, count)).untyped_storage()
-        return self._storage[start : start + count]  # type: ignore[no-any-return]
-
-    def tensor(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor of `shape` that begins at byte `start`."""
-        count = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        flat = torch.empty(0, dtype=dtype).set_(self.storage(start, count, dtype.itemsize))
-        return flat.reshape(shape)
+        if count and start % itemsize == 0:
+            return self._storage[start : start + count]
+        copy = np.fromfile(self.path, dtype=np.uint8, count=count, offset=start)  # not through the map
+        require(copy.size == count, "became shorter while it was read")
+        return torch.from_numpy(copy).untyped_storage()
 
 
 class MappedPages:

@@ -8,9 +8,8 @@ named, as settings and metrics do, but a file that calls it is refused.
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Container as Holds
-from typing import NamedTuple
 
-from finetune_mile.checkpoints.readers.contents import Refused
+from finetune_mile.checkpoints.readers import Refused
 
 # Plain values; as stubs they are only data. What a partial would call is judged by its own name.
 _INERT = frozenset(
@@ -129,23 +128,18 @@ _NUMPY_SCALARS = frozenset(
 )
 
 
-class Name(NamedTuple):
-    """The name of a global in a pickle; never the object itself."""
-
-    qualified: str
-    callable: bool = True  # False: it may be named, and a file that calls it is refused
-
-
-def judge(module: object, name: object, known: Holds[str]) -> Name:
-    """Allow a global as a Name, or refuse the file.
+def judge(module: str, name: str, known: Holds[str]) -> tuple[str, bool]:
+    """Allow a global, or refuse the file.
 
     Args:
         module: As the pickle spells it; Python 2 and old numpy spellings are understood.
         name: May be dotted.
         known: Qualified names that our own code rebuilds.
+
+    Returns:
+        Its qualified name, never the object itself; and whether it may be called, for a file that calls another one
+        is refused.
     """
-    if not isinstance(module, str) or not isinstance(name, str):
-        raise Refused("is damaged: a global in it has no name")
     spelt = f"{module}.{name}"
     if len(spelt) > 500 or not all(part.isidentifier() for part in spelt.split(".")):
         raise Refused("is damaged: a global in it is not a Python name")
@@ -158,9 +152,9 @@ def judge(module: object, name: object, known: Holds[str]) -> Name:
     if qualified == "torch._utils._rebuild_qtensor":
         raise Refused("holds quantised tensors, which are not read; save the network before it is quantised")
     if qualified in known or qualified in _INERT or _is_foreign_class(module, name):
-        return Name(qualified)
+        return qualified, True
     if _is_reference(module, name):
-        return Name(qualified, callable=False)
+        return qualified, False
     raise acting(spelt)
 
 

@@ -13,7 +13,7 @@ import os
 import pickle
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from finetune_mile.checkpoints.readers.contents import Refused, require
+from finetune_mile.checkpoints.readers import Refused, require
 from finetune_mile.checkpoints.readers.unpickling import Unpickler
 
 REFUSED = 3

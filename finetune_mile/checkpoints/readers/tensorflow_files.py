@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from finetune_mile.checkpoints.readers.contents import Container, Contents, Refused, check_shape, require
+from finetune_mile.checkpoints.readers import TABLE_MAGIC, Container, Contents, Refused, check_shape, require
 from finetune_mile.checkpoints.readers.mapped import MappedFile
-from finetune_mile.checkpoints.readers.wire import TABLE_MAGIC, message, raw, shape, table, varint, whole
+from finetune_mile.checkpoints.readers.wire import message, raw, shape, table, varint, whole
 
 GRAPH_KEY = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
@@ -69,7 +69,7 @@ def read_directory(directory: Path) -> Contents:
     if (directory / "saved_model.pb").exists():
         index = directory / "variables" / "variables.index"
         require(index.exists(), "is a SavedModel without variables/variables.index; fetch all of it again")
-        return _read_bundle(index, directory, "tf-savedmodel")
+        return read_checkpoint(index, directory, "tf-savedmodel")
     return read_checkpoint(_choose_index(directory))
 
 
@@ -90,13 +90,15 @@ def _choose_index(directory: Path) -> Path:
     return directory / names[0]
 
 
-def read_checkpoint(index: Path) -> Contents:
-    """A checkpoint of TF1 or TF2, from its index and the data files beside it."""
-    return _read_bundle(index, index.parent, "tf-checkpoint")
+def read_checkpoint(index: Path, home: Path | None = None, container: Container = "tf-checkpoint") -> Contents:
+    """Every variable of numbers, and the full names of the object graph, of TF1 or TF2.
 
-
-def _read_bundle(index: Path, home: Path, container: Container) -> Contents:
-    """Every variable of numbers, and the full names of the object graph."""
+    Args:
+        index: of the checkpoint; its data files are beside it.
+        home: the folder that no link may lead out of; None: that of the index.
+        container: what the index belongs to.
+    """
+    home = home or index.parent
     require(
         index.suffix == ".index", "is a TensorFlow index without the ending .index; rename it to match its data files"
     )
@@ -162,7 +164,8 @@ def _tensor(key: str, shard: MappedFile, entry: _Entry) -> torch.Tensor:
         prod(entry.shape) * dtype.itemsize == entry.size,
         f"is damaged: {key[:200]} has shape {entry.shape} and {entry.size} bytes, which differ",
     )
-    return shard.tensor(entry.offset, entry.shape, dtype)
+    flat = torch.empty(0, dtype=dtype).set_(shard.storage(entry.offset, entry.size, dtype.itemsize))
+    return flat.reshape(entry.shape)
 
 
 def _one_string(shard: MappedFile, entry: _Entry) -> bytes:

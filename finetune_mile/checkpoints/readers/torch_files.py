@@ -1,19 +1,31 @@
 """torch.save's two containers (the zip archive of today, the run of pickles before it), pickles, safetensors.
 
+Pickles are read by a child process (sending.py). What it sends is not trusted more than the file: the only names it
+may use are those in `Received._made`, and every tensor is checked against its storage, every storage against the file.
 `plain_tree` is the last pass over what a pickle gave: plain containers only, of bounded depth and width.
 """
 
+import pickle
 import struct
+import subprocess
+import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from threading import Timer
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from finetune_mile.checkpoints.readers.contents import Container, Contents, Refused, Stub, require
+import finetune_mile
+from finetune_mile.checkpoints.readers import Container, Contents, Refused, Stub, check_shape, require
 from finetune_mile.checkpoints.readers.mapped import MappedFile
-from finetune_mile.checkpoints.readers.receiving import Received, itemsize, received
+from finetune_mile.checkpoints.readers.sending import REFUSED, Header
+from finetune_mile.checkpoints.readers.unpickling import DTYPES, NUMBERS
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error)
@@ -21,6 +33,15 @@ _DEEPEST = 64
 _WIDEST = 2_000_000
 _ENDLESS = "is refused: its containers are nested without end"
 _MODULE_PARTS = ("_modules", "_parameters", "_buffers")
+_ROOT = Path(finetune_mile.__file__).resolve().parent.parent
+_CODE = "import sys; sys.path.append(sys.argv[1]); from {0} import main; main(*sys.argv[2:])"
+_COMMAND = ["-I", "-S", "-c", _CODE.format("finetune_mile.checkpoints.readers.sending"), str(_ROOT)]
+_PATIENCE, _SLOWEST = 60, 2**20  # seconds, and one more for so many bytes of the pickle
+_OUT_OF_TIME = -24  # ended by SIGXCPU, on Linux and macOS
+_DTYPES = {name: getattr(torch, name) for name in DTYPES} | {None: torch.uint8}  # a storage without one counts bytes
+_SMALL = 4096  # a tensor may be an expanded view of fewer numbers (stride 0), if it is small
+# What our own code and torch raise on arguments of the wrong kind or number.
+_NONSENSE = (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError)
 
 # ---------------------------------------------------------------------------------------- zip archives
 
@@ -42,7 +63,7 @@ def read_zip(file: MappedFile) -> Contents:
         for key, (dtype, items) in child.header.storages.items():
             require(f"{prefix}/data/{key}" in records, f"is damaged: storage {key} is not in the archive")
             place, size = records[f"{prefix}/data/{key}"]
-            wanted = items * itemsize(dtype)
+            wanted = items * _DTYPES[dtype].itemsize
             require(wanted <= size, f"is damaged: storage {key} should have {wanted} bytes, it has {size}")
             child.places[key] = place
         return _contents("torch-zip", child)
@@ -105,11 +126,11 @@ def read_legacy(file: MappedFile) -> Contents:
     with received(file, "torch-legacy", 0, file.size) as child:
         position = child.header.end
         for key, (dtype, items) in child.header.storages.items():
-            file.check(position, 8 + items * itemsize(dtype))
+            file.check(position, 8 + items * _DTYPES[dtype].itemsize)
             (count,) = struct.unpack_from("<q", file.view, position)
             require(count == items, "is damaged: a storage in it has another size than its tensors say")
             child.places[key] = position + 8
-            position += 8 + items * itemsize(dtype)
+            position += 8 + items * _DTYPES[dtype].itemsize
         return _contents("torch-legacy", child)
 
 
@@ -120,7 +141,7 @@ def read_pickle(file: MappedFile) -> Contents:
         return _contents("pickle", child)
 
 
-def _contents(container: Container, child: Received) -> Contents:
+def _contents(container: Container, child: "Received") -> Contents:
     return Contents(container=container, tree=plain_tree(child.load()), stubs=tuple(child.header.stubs))
 
 
@@ -208,3 +229,123 @@ def _weigh(root: Any) -> None:
     for stub in stubs:  # grows during the loop: stubs may refer to each other
         for part in (stub.args, stub.state, stub.elements, stub.entries):
             weigh(part, 0)
+
+
+# ------------------------------------------------------------------ the child, and tensors from what it sends
+
+
+@contextmanager
+def received(file: MappedFile, container: Container, start: int, count: int) -> Iterator["Received"]:
+    """What a child process finds in the pickle, or the run of pickles, in a range of a file."""
+    command = [sys.executable, *_COMMAND, container, str(start), str(count)]
+    with file.path.open("rb") as stream:
+        try:
+            child = subprocess.Popen(command, stdin=stream, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        except OSError as error:
+            why = f"cannot be read: sys.executable is {sys.executable!r}, which does not start ({error.strerror})"
+            raise Refused(f"{why}; set it to a Python, or convert the file to safetensors") from error
+    clock = Timer(_PATIENCE + count / _SLOWEST, child.kill)
+    clock.start()
+    try:
+        yield Received(child.stdout, file)
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise Refused(_why(child, clock.finished.is_set())) from error
+    except _NONSENSE as error:
+        raise Refused(f"is damaged: its pickle is not valid ({type(error).__name__}); fetch it again") from error
+    finally:
+        clock.cancel()
+        child.kill()
+        child.communicate()
+
+
+def _why(child: subprocess.Popen[bytes], out_of_time: bool) -> str:
+    """Why a child ended too early: it said so, or the system ended it."""
+    said = child.communicate()[1].decode("utf-8", "replace")
+    if child.returncode == REFUSED:
+        return said
+    if out_of_time or child.returncode == _OUT_OF_TIME:
+        return "takes far longer to read than its size explains; save its state_dict alone and use that"
+    return f"is refused: the process that read it ended early (exit code {child.returncode}); fetch the file again"
+
+
+class Received(pickle.Unpickler):
+    """What a child sends, with tensors in the place of their descriptions.
+
+    Attributes:
+        header: What comes before the tree.
+        places: Key of each storage: where its bytes begin in the file. Fill it before you call `load`.
+    """
+
+    def __init__(self, stream: Any, file: MappedFile) -> None:
+        super().__init__(stream)
+        self._file, self._left = file, 64 * 2**20 + 8 * file.size
+        self._storages: dict[str, torch.UntypedStorage] = {}
+        self._made: dict[str, Callable[..., Any]] = {
+            "Object": Stub, "Mapping": dict, "complex": complex, "Global": _name, "Scalar": self._scalar,
+            "Array": self._array, "Tensor": self._tensor,
+        }  # fmt: skip
+        self.places: dict[str, int] = {}
+        self.header = Header(*self.load())
+
+    def find_class(self, _module: str, name: str) -> Callable[..., Any]:
+        return self._made[name]
+
+    def _tensor(self, key: str, name: str, offset: Any, size: Any, stride: Any) -> torch.Tensor:
+        """A view of a storage; its dtype is that of the storage, if that has one."""
+        dtype, (kind, count) = _DTYPES[name], self.header.storages[key]
+        if key not in self._storages:
+            align = 8 if kind is None else dtype.itemsize
+            self._storages[key] = self._file.storage(self.places[key], count * _DTYPES[kind].itemsize, align)
+        count = count * _DTYPES[kind].itemsize // dtype.itemsize
+        sides, steps = check_shape(size), check_shape(stride)
+        items = prod(sides)
+        require(type(offset) is int and offset >= 0, "is damaged: a tensor in it has no storage")
+        last = offset + sum((side - 1) * step for side, step in zip(sides, steps, strict=True))
+        require(
+            not items or (last < count and items <= max(count, _SMALL)),
+            f"holds a tensor of shape {sides} over a storage of {count} numbers: it is damaged, its sizes do not agree",
+        )
+        if not items:
+            return torch.empty(sides, dtype=dtype)
+        self._spend(items * dtype.itemsize)
+        return torch.empty(0, dtype=dtype).set_(self._storages[key], offset, sides, steps)
+
+    def _array(self, code: str, order: str, shape: Any, fortran: bool, data: Any) -> torch.Tensor | Stub:
+        """A tensor from an array's bytes, whose sizes must agree; text and objects stay inert."""
+        if code[:1] in ("O", "U", "S") and isinstance(data, list if code[0] == "O" else str | bytes):
+            return Stub(f"numpy.ndarray of {'objects' if code[0] == 'O' else 'text'}", (data,))
+        require(code in NUMBERS or code == "bfloat16", f"holds a numpy array of dtype {code!r}; only numbers are read")
+        dtype, sides = np.dtype("<u2" if code == "bfloat16" else order + code), check_shape(shape)
+        raw = np.frombuffer(self._bytes(data), dtype=np.uint8).copy()
+        require(
+            prod(sides) * dtype.itemsize == raw.size,
+            f"holds an array of shape {sides} that has {raw.size} bytes: it is damaged, its sizes do not agree",
+        )
+        array = raw.view(dtype).astype(dtype.newbyteorder("="), copy=False)
+        array = array.reshape(sides, order="F" if fortran else "C")
+        tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(sides))
+        return tensor.view(torch.bfloat16) if code == "bfloat16" else tensor
+
+    def _scalar(self, code: str, order: str, data: Any) -> Any:
+        if code[:1] in ("U", "S"):
+            return self._bytes(data).decode("utf-32-le" if code[0] == "U" else "latin-1").rstrip("\0")
+        array = self._array(code, order, (), False, data)
+        return array.item() if isinstance(array, torch.Tensor) else array
+
+    def _bytes(self, data: Any) -> bytes:
+        """The data of an array; a string is what Python 2 called bytes."""
+        data = data.encode("latin-1") if isinstance(data, str) else data
+        why = "holds a numpy array whose data are not bytes (objects are never read)"
+        require(isinstance(data, bytes | bytearray), why)
+        self._spend(len(data))
+        return bytes(data)
+
+    def _spend(self, count: int) -> None:
+        """Take bytes before they are made, or refuse: a small file cannot ask for many times its size in memory."""
+        require(0 <= count <= self._left, "is refused: its contents would unfold to many times the size of the file")
+        self._left -= count
+
+
+def _name(qualified: str) -> str | Stub:
+    """A class or function that a file names: dtypes are plain data."""
+    return qualified if qualified.removeprefix("torch.") in DTYPES else Stub(qualified)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, BinaryIO
 
-from finetune_mile.checkpoints.readers.contents import Refused, require
+from finetune_mile.checkpoints.readers import Refused, require
 from finetune_mile.checkpoints.readers.names import acting, judge
 
 _TYPED = {

@@ -3,9 +3,7 @@
 import struct
 from collections.abc import Iterator
 
-from finetune_mile.checkpoints.readers.contents import Refused, require
-
-TABLE_MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
+from finetune_mile.checkpoints.readers import TABLE_MAGIC, Refused, require
 
 _FOOTER = 48
 _TRAILER = 5  # compression, crc
