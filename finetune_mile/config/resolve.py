@@ -350,12 +350,11 @@ def set_settings(sets: Sequence[str], wrong: list[str]) -> dict[str, Setting]:
         if not (equals and key):
             wrong.append(f"--set {pair}: write KEY=VALUE, for example --set optimizer.momentum=0.8")
             continue
+        if not text.partition("#")[0].strip():
+            wrong.append(f"--set {pair}: the value is empty; write --set {key}=VALUE, or {key}=null for none")
+            continue
         try:
-            value = load_yaml(text, empty=...)
-            if value is ...:
-                wrong.append(f"--set {pair}: the value is empty; write --set {key}=VALUE, or {key}=null for none")
-            else:
-                over[key] = Setting(value, Speaker(f"--set {key}"))
+            over[key] = Setting(load_yaml(text), Speaker(f"--set {key}"))
         except yaml.YAMLError as error:
             why = f" ({error.problem})" if isinstance(error, RefusedYaml) else ""
             wrong.append(f"--set {key}={short(text)}: {short(text)!r} is not a YAML value{why}")
