@@ -20,7 +20,7 @@ from shortcuts import ROOT
 from size import sizes
 
 from finetune_mile.checkpoints.cards import list_cards, read_card
-from finetune_mile.config.resolve import NO_RUNS, check, read_yaml, to_yaml
+from finetune_mile.config.resolve import NO_RUNS, read_yaml, resolve_tree, to_yaml
 from finetune_mile.pretraining import recipe as pretraining
 
 PACKAGE = ROOT / "finetune_mile"
@@ -285,9 +285,9 @@ def test_one_module_shows_images_to_a_network_without_learning():
 def test_every_recipe_is_valid_and_says_how_to_run_it():
     assert len(RECIPES) == 35, "a recipe was added, removed, or is not searched for any more"
     for path in RECIPES:
-        resolved = check(read_yaml(path), {}, [], path, "test")
+        resolved = resolve_tree(read_yaml(path), path, "test")
         assert "finetune_mile/run.py" in path.read_text().split("\ndata:")[0], f"{path}: its command is missing"
-        again = check(yaml.safe_load(to_yaml(resolved.recipe)), {}, [], path, "test")
+        again = resolve_tree(yaml.safe_load(to_yaml(resolved.recipe)), path, "test")
         assert again.recipe == resolved.recipe, "YAML to recipe to YAML is the identity"
 
 

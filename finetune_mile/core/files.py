@@ -224,7 +224,7 @@ def load_yaml(text: str) -> Any:
         for event in yaml.parse(text, Loader=_Loader):  # libyaml crashes on deep values when it makes nodes of them
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:
-                raise RefusedYaml(problem=TOO_DEEP, problem_mark=event.start_mark)
+                raise RefusedYaml(problem=TOO_DEEP, problem_mark=event.start_mark)  # type: ignore[arg-type]
         loader = _Loader(text)
         node: yaml.Node | None = loader.get_single_node()
         if node is None:

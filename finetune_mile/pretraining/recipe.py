@@ -18,11 +18,11 @@ from finetune_mile.config.resolve import (
     Setting,
     Speaker,
     find_recipe,
-    put,
+    flat,
     read_yaml,
-    said,
     set_settings,
     validated,
+    with_flags,
 )
 from finetune_mile.config.schema import tell_all
 from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, NO, Amount, Positive, Section, Seed
@@ -217,8 +217,6 @@ def check(
     """Put the layers on top of each other and validate once."""
     wrong: list[str] = []
     flags = {FLAG_PATHS.get(key, key): Setting(value, Speaker(flag_of(key))) for key, value in given.items()}
-    settings = said(tree, Speaker("recipe", f"recipe {path.name}: "))
-    for dotted, (value, speaker) in (flags | set_settings(sets, wrong)).items():
-        put(settings, dotted, said(value, speaker))
-    recipe = validated(Pretrain, settings, path, wrong)
-    return ResolvedAs(recipe=recipe, path=path, why=why, settings=settings)
+    speakers = dict.fromkeys(flat(tree), Speaker("recipe", f"recipe {path.name}: "))
+    settings = with_flags(tree, speakers, flags | set_settings(sets, wrong))
+    return validated(Pretrain, settings, speakers, path, why, wrong)
