@@ -205,7 +205,9 @@ def resolve_tree(
         settings = merged(settings, own)
         speakers |= dict.fromkeys(flat(own), speaker)
     _forget_length(settings, over)
-    settings = with_flags(settings, speakers, over)
+    for dotted, (value, speaker) in over.items():
+        settings = put(settings, dotted, value)
+        speakers |= dict.fromkeys(flat({dotted: value}), speaker)
     column, speaker = _defaults(settings)
     speakers = dict.fromkeys(flat(column), speaker) | speakers
     return validated(FullRecipe, merged(column, settings), speakers, path, why, wrong)
@@ -259,22 +261,19 @@ def files_of(tree: Mapping[str, Any], path: Path) -> list[File]:
 
 
 def _layers(file: File, fraction: object) -> list[tuple[dict[str, Any], Speaker]]:
-    """The settings of a file and, on top, those for the run's fraction of the labels: of the nearest entry.
-
-    A wrong fraction has none; it is told with all that is wrong.
-    """
-    place = f"recipe {file.path.name}: "
-    entries = _fractions(file.tree.get("fractions"), f"{place}fractions")
-    sources = _sources(file.tree.get("sources"), (file.tree, *entries.values()), f"{place}sources")
-    layers = [(_own(file.tree), Speaker(file.speaker, place, sources))]
+    """The settings of a file and, on top, those for the run's fraction of the labels."""
+    place, tree = f"recipe {file.path.name}: ", file.tree
+    entries = {} if tree.get("fractions") is None else _fractions(tree["fractions"], f"{place}fractions")
+    entered = (tree, *entries.values())
+    sources = {} if tree.get("sources") is None else _sources(tree["sources"], entered, f"{place}sources")
+    layers = [(_own(tree), Speaker(file.speaker, place, sources))]
     share = _share(fraction) if entries else None
     if share is not None:
         near = nearest_fraction(share, entries)
         about = f"fractions {near:g}" + ("" if near == share else f" (nearest to {share:g})")
         sources = {**sources, **(entries[near].get("sources") or {})}
-        layers.append(
-            (_own(entries[near]), Speaker(f"{file.speaker}, {about}", f"{place}fractions.{near:g}.", sources))
-        )
+        speaker = Speaker(f"{file.speaker}, {about}", f"{place}fractions.{near:g}.", sources)
+        layers.append((_own(entries[near]), speaker))
     return layers
 
 
@@ -284,8 +283,6 @@ def _own(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fractions(value: object, place: str) -> dict[float, dict[str, Any]]:
-    if value is None:
-        return {}
     if not isinstance(value, dict) or not value:
         raise Problem(f"{place} must map shares of the labels to settings, as in fractions: {{0.01: {{epochs: 60}}}}")
     fractions = {}
@@ -297,14 +294,13 @@ def _fractions(value: object, place: str) -> dict[float, dict[str, Any]]:
         for name in ("fraction", "base", "fractions"):
             if name in entry:
                 raise Problem(f"{place}.{key:g}.{name} cannot be set there; the fraction is already chosen")
-        _sources(entry.get("sources"), (entry,), f"{place}.{key:g}.sources")
+        if entry.get("sources") is not None:
+            _sources(entry["sources"], (entry,), f"{place}.{key:g}.sources")
         fractions[float(key)] = entry
     return fractions
 
 
 def _sources(value: object, entries: Sequence[Mapping[str, Any]], place: str) -> dict[str, str]:
-    if value is None:
-        return {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise Problem(f'{place} must map settings to words, as in sources: {{optimizer.lr: "SwAV README"}}')
     keys = {dotted for entry in entries for dotted in flat(_own(entry))}
@@ -316,7 +312,7 @@ def _sources(value: object, entries: Sequence[Mapping[str, Any]], place: str) ->
 
 
 def _share(fraction: object) -> float | None:
-    """A fraction of the labels as a number; None for a wrong one."""
+    """A fraction of the labels as a number; None for a wrong one, which is told with all that is wrong."""
     try:
         share = float(str(fraction))
     except ValueError:
@@ -456,21 +452,13 @@ def merged(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, An
     return {**settings, **over, **inner}
 
 
-def with_flags(
-    settings: Mapping[str, Any], speakers: dict[str, Speaker], over: Mapping[str, Setting]
-) -> dict[str, Any]:
-    """Settings with flags on top, each of which replaces a setting or a block; `speakers` learns who said them."""
-    settings = dict(settings)
-    for dotted, (value, speaker) in over.items():
-        *blocks, last = dotted.split(".")
-        place = settings
-        for block in blocks:
-            inner = place.get(block)
-            place[block] = dict(inner) if isinstance(inner, dict) else {}
-            place = place[block]
-        place[last] = value
-        speakers |= dict.fromkeys(flat({dotted: value}), speaker)
-    return settings
+def put(settings: Mapping[str, Any], dotted: str, value: Any) -> dict[str, Any]:
+    """Settings with a value, or a block, in its place."""
+    block, _, key = dotted.partition(".")
+    if not key:
+        return {**settings, dotted: value}
+    inner = settings.get(block)
+    return {**settings, block: put(inner if isinstance(inner, Mapping) else {}, key, value)}
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

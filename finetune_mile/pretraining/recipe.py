@@ -19,10 +19,10 @@ from finetune_mile.config.resolve import (
     Speaker,
     find_recipe,
     flat,
+    put,
     read_yaml,
     set_settings,
     validated,
-    with_flags,
 )
 from finetune_mile.config.schema import tell_all
 from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, NO, Amount, Positive, Section, Seed
@@ -218,5 +218,7 @@ def check(
     wrong: list[str] = []
     flags = {FLAG_PATHS.get(key, key): Setting(value, Speaker(flag_of(key))) for key, value in given.items()}
     speakers = dict.fromkeys(flat(tree), Speaker("recipe", f"recipe {path.name}: "))
-    settings = with_flags(tree, speakers, flags | set_settings(sets, wrong))
-    return validated(Pretrain, settings, speakers, path, why, wrong)
+    for dotted, (value, speaker) in (flags | set_settings(sets, wrong)).items():
+        tree = put(tree, dotted, value)
+        speakers |= dict.fromkeys(flat({dotted: value}), speaker)
+    return validated(Pretrain, tree, speakers, path, why, wrong)
