@@ -99,8 +99,7 @@ def number(text: str) -> int | float | str:
     return float(text) if len(text) <= 30 and _DECIMAL.fullmatch(text) else text
 
 
-def share(text: str) -> int | float | str:
-    """A number or a percentage."""
+def number_or_percentage(text: str) -> int | float | str:
     percent = number(text.removesuffix("%"))
     return percent / 100 if text.endswith("%") and not isinstance(percent, str) else number(text)
 
@@ -112,7 +111,7 @@ def resumed(text: str) -> Path | Literal["auto"]:
 
 # How the values of flags are read; all others are text.
 TYPES: dict[str, Callable[[str], Any]] = {
-    "--fraction": share, "--seeds": int, "--minutes": float, "--out": Path, "--resume": resumed,
+    "--fraction": number_or_percentage, "--seeds": int, "--minutes": float, "--out": Path, "--resume": resumed,
     **dict.fromkeys(
         ("--k-t", "--k-s", "--rho", "--steps", "--epochs", "--batch-size", "--lr", "--seed", "--size", "--patience"),
         number,
