@@ -269,19 +269,15 @@ def build_parser(*, brief: bool = False) -> Parser:
     return parser
 
 
-def parse(argv: list[str]) -> RunOptions:
-    return read_flags(build_parser(), argv, SETTINGS)
-
-
-def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> RunOptions:
+def parse(argv: list[str], parser: Parser | None = None, settings: tuple[str, ...] = SETTINGS) -> RunOptions:
     """Read the flags of a run.
 
     Args:
-        parser: of flags whose names are fields of `RunOptions`, and of settings.
         argv: the words.
+        parser: of flags whose names are fields of `RunOptions`, and of settings; None: that of `run`.
         settings: flags that are keys of the recipe.
     """
-    given: dict[str, Any] = vars(parser.parse_args(argv))
+    given: dict[str, Any] = vars((parser or build_parser()).parse_args(argv))
     chosen = {key: given.pop(key) for key in settings}
     options = RunOptions(settings={key: value for key, value in chosen.items() if value is not None}, **given)
     options.check()

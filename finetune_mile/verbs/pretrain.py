@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from finetune_mile.config.flags import RESUME, Parser, RunOptions, number, read_flags, resumed
+from finetune_mile.config.flags import RESUME, Parser, RunOptions, number, parse, resumed
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
 from finetune_mile.pretraining.recipe import Method, ResolvedPretrain, check, resolve
@@ -53,7 +53,7 @@ def build_parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 the run failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options = read_flags(build_parser(), argv, SETTINGS)
+    options = parse(argv, build_parser(), SETTINGS)
     return run(*prepare(options))
 
 
