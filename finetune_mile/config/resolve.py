@@ -30,7 +30,7 @@ from finetune_mile.methods import METHOD_FLAGS, METHODS, get_method
 NO_IMAGENET = "imagenet:data/imagenet"  # stands for ImageNet where it is not
 NO_RUNS = ("launch", "pretrain", "splits", "tables", "upstream.yaml")  # what `run` does not take of recipes/
 LONGEST_CHAIN = 4  # recipe files, the first one included
-LENGTHS = {"steps", "epochs"}  # of a run: one of them
+LENGTHS = frozenset({"steps", "epochs"})  # of a run: one of them
 MOST_SENTENCES = 20  # problems of one recipe that are told at once
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
 # k_t and k_s are MILe's where no method is named.
@@ -90,7 +90,7 @@ def resolve(flags: Mapping[str, Any], sets: Sequence[str]) -> Resolved:
     path, why = choose_recipe(flags)
     given = {"data": "imagenet"} if path == shipped("recipes") / "finetune.yaml" else {}
     given |= {key: value for key, value in flags.items() if key != "recipe"}
-    resolved = resolve_tree(read_yaml(path), path, why, given, sets)
+    resolved = resolve_tree(FullRecipe, read_yaml(path), path, why, given, sets)
     if resolved.recipe.data != "imagenet":
         return resolved
     place, speaker = find_imagenet()
@@ -175,15 +175,17 @@ def find_imagenet() -> tuple[str, str]:
 
 
 def resolve_tree(
+    model: type[AnyRecipe],
     tree: Mapping[str, Any],
     path: Path,
     why: str,
     given: Mapping[str, Any] = MappingProxyType({}),
     sets: Sequence[str] = (),
-) -> Resolved:
+) -> ResolvedAs[AnyRecipe]:
     """Put flags over the settings of a recipe file and its bases, and validate once.
 
     Args:
+        model: of the recipe.
         tree: the recipe file's contents.
         path: the recipe file.
         why: this file, for people.
@@ -194,23 +196,32 @@ def resolve_tree(
     files = files_of(tree, path)
     plain = {key: value for file in reversed(files) for key, value in file.tree.items()}
     over = _flag_settings(given, str(given.get("method", plain.get("method"))), wrong) | set_settings(sets, wrong)
-    if all(key in over and over[key].value is not None for key in LENGTHS):
+    lengths = LENGTHS if model.model_fields.keys() >= LENGTHS else frozenset()
+    if lengths and all(key in over and over[key].value is not None for key in lengths):
         wrong.append("--steps and --epochs: give one of them")
         del over["epochs"]
     fraction = over["fraction"].value if "fraction" in over else plain.get("fraction")
     settings: dict[str, Any] = {}
     speakers: dict[str, Speaker] = {}
     for own, speaker in (layer for file in reversed(files) for layer in _layers(file, fraction)):
-        _forget_length(settings, own)
-        settings = merged(settings, own)
+        settings = merged(_without_length(settings, own, lengths), own)
         speakers |= dict.fromkeys(flat(own), speaker)
-    _forget_length(settings, over)
+    settings = _without_length(settings, over, lengths)
     for dotted, (value, speaker) in over.items():
         settings = put(settings, dotted, value)
         speakers |= dict.fromkeys(flat({dotted: value}), speaker)
     column, speaker = _defaults(settings)
     speakers = dict.fromkeys(flat(column), speaker) | speakers
-    return validated(FullRecipe, merged(column, settings), speakers, path, why, wrong)
+    settings = merged(column, settings)
+    known = {dotted: speakers[dotted] for dotted in flat(settings)}  # without those whose block was replaced
+    try:
+        recipe = model.model_validate(settings)
+    except ValidationError as error:
+        wrong += _in_words(error, path, known, model)
+        raise Problem(*wrong) from error
+    if wrong:
+        raise Problem(*wrong)
+    return ResolvedAs(recipe=recipe, path=path, why=why, speakers=known)
 
 
 def to_yaml(recipe: BaseModel) -> str:
@@ -362,10 +373,10 @@ def set_settings(sets: Sequence[str], wrong: list[str]) -> dict[str, Setting]:
     return over
 
 
-def _forget_length(settings: dict[str, Any], over: Mapping[str, Any]) -> None:
-    """Steps replace epochs, and epochs steps."""
-    for key in LENGTHS - over.keys() if LENGTHS & over.keys() else ():
-        settings.pop(key, None)
+def _without_length(settings: dict[str, Any], over: Mapping[str, Any], lengths: frozenset[str]) -> dict[str, Any]:
+    """Settings without what others replace under another name: steps replace epochs, and epochs steps."""
+    replaced = lengths - over.keys() if lengths & over.keys() else ()
+    return {key: value for key, value in settings.items() if key not in replaced}
 
 
 def _defaults(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Speaker]:
@@ -377,25 +388,6 @@ def _defaults(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Speaker]:
 
 
 # ------------------------------------------------------------------------------------------- errors in words
-
-
-def validated(
-    model: type[AnyRecipe],
-    tree: Mapping[str, Any],
-    speakers: Mapping[str, Speaker],
-    path: Path,
-    why: str,
-    wrong: list[str],
-) -> ResolvedAs[AnyRecipe]:
-    """The checked recipe, or a `Problem` with what is wrong with it after what was `wrong` already."""
-    known = {dotted: speakers[dotted] for dotted in flat(tree)}  # without those whose block was replaced
-    try:
-        recipe = model.model_validate(tree)
-    except ValidationError as error:
-        raise Problem(*wrong, *_in_words(error, path, known, model)) from error
-    if wrong:
-        raise Problem(*wrong)
-    return ResolvedAs(recipe=recipe, path=path, why=why, speakers=known)
 
 
 def _in_words(error: ValidationError, path: Path, speakers: Mapping[str, Speaker], model: type[BaseModel]) -> list[str]:
