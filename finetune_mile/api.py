@@ -11,10 +11,10 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from finetune_mile.config.flags import SETTINGS, TYPES, RunOptions, empty_value, flag_of, resumed
 from finetune_mile.core.in_memory import SCHEME, named
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from finetune_mile.checkpoints.classifier import ImageClassifier
-    from finetune_mile.training.features import Split, Store
+    from finetune_mile.training.features import Split
 
     # Text as for --data; rows with an image and a label; items (PIL image, int); (paths, labels).
     OneSet: TypeAlias = datasets.Dataset | Dataset[Any]
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     Network: TypeAlias = str | Path | nn.Module  # text as for --init; or a module as in `train`
 
 
+Answer = TypeVar("Answer")
 _TRAINED = threading.Event()  # set by the first call of `train`
 
 
@@ -164,21 +165,16 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
     """
     import pyarrow.parquet as pq
 
-    stores: list[Store] = []
     with named(init, data) as (init_name, data_name):
-        from finetune_mile.training.processes import stoppable
-
         filled = embedding.build_parser().fill({"init": init_name, "data": data_name, **flags})
         options, opened = embedding.check(filled)
         how, more = Embedding.of_flags(options), {"path": options.out, "views": options.views}
-        with _accelerator_of_its_own():
-            code = stoppable(lambda *processes: stores.append(how.everything(opened, *processes, **more)))
-    _raise_if_stopped(code)
+        store = _done(lambda *processes: how.everything(opened, *processes, **more))
     splits: tuple[Split, ...] = ("train", "val")
     answer = {}
     for split in splits:
-        table = pq.read_table(stores[0].path / f"{split}.parquet").to_pydict()
-        features = stores[0].features(split if len(stores[0].state(split)) else "train")[: len(table["id"])]
+        table = pq.read_table(store.path / f"{split}.parquet").to_pydict()
+        features = store.features(split if len(store.state(split)) else "train")[: len(table["id"])]
         answer[split] = {"ids": table["id"], "labels": table["labels"], "features": features}
     return answer
 
@@ -191,17 +187,11 @@ def probe(init: Network | Sequence[Network], data: Images, **flags: Any) -> dict
         data: as in `train`.
         flags: of the command, such as `fraction`, `seeds`, `k`.
     """
-    results: list[dict[str, Any] | None] = []
     inits = init if isinstance(init, list | tuple) else [init]
     with named(data, *inits) as (data_name, *names):
-        from finetune_mile.training.processes import stoppable
-
         options, opened = probing.check(probing.build_parser().fill({"init": names, "data": data_name, **flags}))
         how, draws = Embedding.of_flags(options), {name: getattr(options, name) for name in ("fraction", "seeds", "k")}
-        with _accelerator_of_its_own():
-            code = stoppable(lambda *processes: results.append(probe_checkpoints(opened, how, *processes, **draws)))
-    _raise_if_stopped(code)
-    return results[0] or {}
+        return _done(lambda *processes: probe_checkpoints(opened, how, *processes, **draws)) or {}
 
 
 def evaluate(
@@ -256,6 +246,17 @@ def _given(key: str, value: str | Path) -> str:
     if not str(value).strip():
         raise Problem(empty_value(flag_of(key)))
     return str(value)
+
+
+def _done(work: Callable[..., Answer]) -> Answer:
+    """What `work(accelerator, signals)` returns; a signal stops it."""
+    from finetune_mile.training.processes import stoppable
+
+    answers: list[Answer] = []
+    with _accelerator_of_its_own():
+        code = stoppable(lambda *processes: answers.append(work(*processes)))
+    _raise_if_stopped(code)
+    return answers[0]
 
 
 def _raise_if_stopped(code: int) -> None:

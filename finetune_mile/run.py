@@ -16,7 +16,8 @@ from dataclasses import replace
 from finetune_mile.checkpoints.cards import fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init, parse_source
 from finetune_mile.config.flags import RunOptions, parse
-from finetune_mile.config.resolve import Resolved, check, resolve
+from finetune_mile.config.resolve import Resolved, resolve, resolve_tree
+from finetune_mile.config.schema import FullRecipe
 from finetune_mile.core.problems import Problem, tell
 from finetune_mile.images.sources import check_split, check_truth, split_name
 from finetune_mile.training import folder as folders
@@ -89,7 +90,7 @@ def resolve_options(options: RunOptions) -> Resolved:
 
 def resumed_settings(folder: Path) -> Resolved:
     path, tree = resumed_recipe(folder)
-    return check(tree, {}, [], path, "--resume")
+    return resolve_tree(FullRecipe, tree, path, "--resume")
 
 
 def prepare(options: RunOptions) -> tuple[RunOptions, Resolved, Path, Init, Init | None]:
@@ -112,9 +113,7 @@ def prepare(options: RunOptions) -> tuple[RunOptions, Resolved, Path, Init, Init
         check_split(recipe.split)
     if recipe.truth is not None:
         check_truth(recipe.truth)
-    path, begun = choose_folder(
-        options, resolved.path.stem, recipe, lambda tree, file: check(tree, {}, [], file, "--resume").recipe
-    )
+    path, begun = choose_folder(options, resolved.path.stem, recipe)
     if begun:
         return replace(options, resume=path), resumed_settings(path), path, init, teacher
     if init.kind == "card":

@@ -20,8 +20,9 @@ from shortcuts import ROOT
 from size import sizes
 
 from finetune_mile.checkpoints.cards import list_cards, read_card
-from finetune_mile.config.resolve import NO_RUNS, check, read_yaml, to_yaml
-from finetune_mile.paper.pretraining import recipe as pretraining
+from finetune_mile.config.resolve import NO_RUNS, read_yaml, resolve_tree, to_yaml
+from finetune_mile.config.schema import FullRecipe
+from finetune_mile.paper.pretraining.recipe import Pretrain
 
 PACKAGE = ROOT / "finetune_mile"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -280,9 +281,9 @@ def test_one_module_shows_images_to_a_network_without_learning():
 def test_every_recipe_is_valid_and_says_how_to_run_it():
     assert len(RECIPES) == 35, "a recipe was added, removed, or is not searched for any more"
     for path in RECIPES:
-        resolved = check(read_yaml(path), {}, [], path, "test")
+        resolved = resolve_tree(FullRecipe, read_yaml(path), path, "test")
         assert "finetune_mile/run.py" in path.read_text().split("\ndata:")[0], f"{path}: its command is missing"
-        again = check(yaml.safe_load(to_yaml(resolved.recipe)), {}, [], path, "test")
+        again = resolve_tree(FullRecipe, yaml.safe_load(to_yaml(resolved.recipe)), path, "test")
         assert again.recipe == resolved.recipe, "YAML to recipe to YAML is the identity"
 
 
@@ -290,8 +291,8 @@ def test_every_pretraining_recipe_is_valid_and_says_how_to_run_it():
     assert len(PRETRAIN_RECIPES) == 2
     for path in PRETRAIN_RECIPES:
         for method in ("simclr", "mocov2", "byol", "swav"):
-            resolved = pretraining.check(read_yaml(path), {"method": method}, [], path, "test")
-            again = pretraining.check(yaml.safe_load(to_yaml(resolved.recipe)), {}, [], path, "test")
+            resolved = resolve_tree(Pretrain, read_yaml(path), path, "test", {"method": method})
+            again = resolve_tree(Pretrain, yaml.safe_load(to_yaml(resolved.recipe)), path, "test")
             assert again.recipe == resolved.recipe, "YAML to recipe to YAML is the identity"
         assert "finetune-mile pretrain" in path.read_text().split("\ndata:")[0], f"{path}: its command is missing"
 

@@ -4,7 +4,8 @@ import pytest
 import yaml
 from shortcuts import ROOT
 
-from finetune_mile.config.resolve import check, nearest_fraction, read_yaml, to_yaml
+from finetune_mile.config.resolve import nearest_fraction, read_yaml, resolve_tree, to_yaml
+from finetune_mile.config.schema import FullRecipe
 from finetune_mile.core.problems import Problem
 
 DEMO = ROOT / "recipes/demo.yaml"
@@ -17,7 +18,7 @@ def write(folder, name, **tree):
 
 
 def solve(path, *sets, **given):
-    return check(read_yaml(path), given, list(sets), path, "test")
+    return resolve_tree(FullRecipe, read_yaml(path), path, "test", given, list(sets))
 
 
 def test_a_base_is_merged_key_by_key(tmp_path):
@@ -106,7 +107,7 @@ def test_the_resolved_recipe_has_none_of_the_three_keys(tmp_path):
     first = solve(top, fraction=0.1)
     tree = yaml.safe_load(to_yaml(first.recipe))
     assert not {"base", "fractions", "sources"} & tree.keys()
-    assert check(tree, {}, [], top, "again").recipe == first.recipe
+    assert resolve_tree(FullRecipe, tree, top, "again").recipe == first.recipe
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import yaml
 from shortcuts import ROOT
 
 from finetune_mile.checkpoints.cards import find_card
-from finetune_mile.config.resolve import check, choose_recipe, find_recipe, read_yaml, resolve
+from finetune_mile.config.resolve import choose_recipe, find_recipe, read_yaml, resolve, resolve_tree
+from finetune_mile.config.schema import FullRecipe
 from finetune_mile.core.problems import Problem
 from finetune_mile.learning.optim import rate_at
 from finetune_mile.paper.tables.description import find_table, read_table
@@ -27,7 +28,7 @@ NO_NUMBER = ("data", "init", "arch", "teacher", "truth", "fraction", "method", "
 
 
 def solve(path, **given):
-    return check(read_yaml(path), given, [], path, "test")
+    return resolve_tree(FullRecipe, read_yaml(path), path, "test", given)
 
 
 @pytest.mark.parametrize("fraction", TRAIN)
@@ -83,7 +84,7 @@ def test_finding_3_distilled_learns_from_labels_and_teacher_and_starts_from_rand
     assert (phase.label_weight, phase.pool, phase.loss) == (recipe.distill.label_weight, "all", "cross_entropy")
     assert "70.6 (1 %) or 77.0 (10 %)" in path.read_text(), "what its teacher must reach first"
     with pytest.raises(Problem, match=r"distill\.label_weight needs distill\.loss: cross_entropy"):
-        check(read_yaml(path), {}, ["distill.loss=bce"], path, "test")
+        resolve_tree(FullRecipe, read_yaml(path), path, "test", sets=["distill.loss=bce"])
 
 
 @pytest.mark.parametrize("variant", ["paper", "published"])
@@ -206,7 +207,7 @@ def cells(name):
                 settings = table["settings"] | block.get("settings", {}) | here | own["settings"]
                 path = find_recipe(settings.pop("recipe"))
                 sets = [f"{key}={settings.pop(key)}" for key in list(settings) if "." in key]
-                yield block, row, column, check(read_yaml(path), settings, sets, path, "test").recipe
+                yield block, row, column, resolve_tree(FullRecipe, read_yaml(path), path, "test", settings, sets).recipe
 
 
 @pytest.mark.parametrize(("name", "count"), [("ssl", 42), ("semi", 12), ("imagenet", 32)])

@@ -99,8 +99,7 @@ def number(text: str) -> int | float | str:
     return float(text) if len(text) <= 30 and _DECIMAL.fullmatch(text) else text
 
 
-def share(text: str) -> int | float | str:
-    """A number or a percentage."""
+def number_or_percentage(text: str) -> int | float | str:
     percent = number(text.removesuffix("%"))
     return percent / 100 if text.endswith("%") and not isinstance(percent, str) else number(text)
 
@@ -112,7 +111,7 @@ def resumed(text: str) -> Path | Literal["auto"]:
 
 # How the values of flags are read; all others are text.
 TYPES: dict[str, Callable[[str], Any]] = {
-    "--fraction": share, "--seeds": int, "--minutes": float, "--out": Path, "--resume": resumed,
+    "--fraction": number_or_percentage, "--seeds": int, "--minutes": float, "--out": Path, "--resume": resumed,
     **dict.fromkeys(
         ("--k-t", "--k-s", "--rho", "--steps", "--epochs", "--batch-size", "--lr", "--seed", "--size", "--patience"),
         number,
@@ -270,19 +269,15 @@ def build_parser(*, brief: bool = False) -> Parser:
     return parser
 
 
-def parse(argv: list[str]) -> RunOptions:
-    return read_flags(build_parser(), argv, SETTINGS)
-
-
-def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> RunOptions:
+def parse(argv: list[str], parser: Parser | None = None, settings: tuple[str, ...] = SETTINGS) -> RunOptions:
     """Read the flags of a run.
 
     Args:
-        parser: of flags whose names are fields of `RunOptions`, and of settings.
         argv: the words.
+        parser: of flags whose names are fields of `RunOptions`, and of settings; None: that of `run`.
         settings: flags that are keys of the recipe.
     """
-    given: dict[str, Any] = vars(parser.parse_args(argv))
+    given: dict[str, Any] = vars((parser or build_parser()).parse_args(argv))
     chosen = {key: given.pop(key) for key in settings}
     options = RunOptions(settings={key: value for key, value in chosen.items() if value is not None}, **given)
     options.check()

@@ -30,12 +30,12 @@ from finetune_mile.methods import METHOD_FLAGS, METHODS, get_method
 NO_IMAGENET = "imagenet:data/imagenet"  # stands for ImageNet where it is not
 NO_RUNS = ("launch", "pretrain", "splits", "tables", "upstream.yaml")  # what `run` does not take of recipes/
 LONGEST_CHAIN = 4  # recipe files, the first one included
-LENGTHS = {"steps", "epochs"}  # of a run: one of them
+LENGTHS = frozenset({"steps", "epochs"})  # of a run: one of them
 MOST_SENTENCES = 20  # problems of one recipe that are told at once
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
 # k_t and k_s are MILe's where no method is named.
 FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr", "flip": "augment.flip"}
-Model = TypeVar("Model", bound=BaseModel)
+AnyRecipe = TypeVar("AnyRecipe", bound=BaseModel)  # of a run, or of pre-training
 
 
 class Speaker(NamedTuple):
@@ -47,35 +47,32 @@ class Speaker(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A value, and who says so."""
+    """The value of a flag, and who says so."""
 
     value: Any
     speaker: Speaker
 
 
-Settings: TypeAlias = dict[str, Any]  # of a recipe: a Setting by key, and blocks of them
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedAs(Generic[Model]):
-    """A checked recipe, the file it came from, and all settings that were said."""
+class ResolvedAs(Generic[AnyRecipe]):
+    """A checked recipe, the file it came from, and who set what."""
 
-    recipe: Model
+    recipe: AnyRecipe
     path: Path
     why: str
-    settings: Settings
+    speakers: Mapping[str, Speaker]  # by dotted key, of all settings that were said
 
     @property
     def said_by(self) -> dict[str, str]:
         """Who set a setting, by dotted key."""
-        return {dotted: setting.speaker.name for dotted, setting in flat(self.settings).items()}
+        return {dotted: speaker.name for dotted, speaker in self.speakers.items()}
 
     @property
     def sources(self) -> dict[str, str]:
         """Where the value of a setting is from, by dotted key, if that is known."""
         known = {
-            dotted: setting.speaker.sources.get(dotted) or setting.speaker.sources.get(dotted.partition(".")[0])
-            for dotted, setting in flat(self.settings).items()
+            dotted: speaker.sources.get(dotted) or speaker.sources.get(dotted.partition(".")[0])
+            for dotted, speaker in self.speakers.items()
         }
         return {dotted: source for dotted, source in known.items() if source}
 
@@ -93,14 +90,12 @@ def resolve(flags: Mapping[str, Any], sets: Sequence[str]) -> Resolved:
     path, why = choose_recipe(flags)
     given = {"data": "imagenet"} if path == shipped("recipes") / "finetune.yaml" else {}
     given |= {key: value for key, value in flags.items() if key != "recipe"}
-    resolved = check(read_yaml(path), given, sets, path, why)
-    return _on_imagenet(resolved) if resolved.recipe.data == "imagenet" else resolved
-
-
-def _on_imagenet(resolved: Resolved) -> Resolved:
+    resolved = resolve_tree(FullRecipe, read_yaml(path), path, why, given, sets)
+    if resolved.recipe.data != "imagenet":
+        return resolved
     place, speaker = find_imagenet()
     recipe = resolved.recipe.model_copy(update={"data": place})
-    return replace(resolved, recipe=recipe, settings={**resolved.settings, "data": Setting(place, Speaker(speaker))})
+    return replace(resolved, recipe=recipe, speakers={**resolved.speakers, "data": Speaker(speaker)})
 
 
 def resolve_anywhere(flags: Mapping[str, Any], sets: Sequence[str]) -> tuple[Resolved, bool]:
@@ -179,34 +174,54 @@ def find_imagenet() -> tuple[str, str]:
     )
 
 
-def check(tree: dict[str, Any], given: Mapping[str, Any], sets: Sequence[str], path: Path, why: str) -> Resolved:
-    """Put flags over the files' layers and validate once.
+def resolve_tree(
+    model: type[AnyRecipe],
+    tree: Mapping[str, Any],
+    path: Path,
+    why: str,
+    given: Mapping[str, Any] = MappingProxyType({}),
+    sets: Sequence[str] = (),
+) -> ResolvedAs[AnyRecipe]:
+    """Put flags over the settings of a recipe file and its bases, and validate once.
 
     Args:
+        model: of the recipe.
         tree: the recipe file's contents.
-        given: settings from flags, by key.
-        sets: `--set` arguments.
         path: the recipe file.
         why: this file, for people.
+        given: settings from flags, by key.
+        sets: `--set` arguments.
     """
     wrong: list[str] = []
     files = files_of(tree, path)
     plain = {key: value for file in reversed(files) for key, value in file.tree.items()}
     over = _flag_settings(given, str(given.get("method", plain.get("method"))), wrong) | set_settings(sets, wrong)
-    if all(key in over and over[key].value is not None for key in LENGTHS):
+    lengths = LENGTHS if model.model_fields.keys() >= LENGTHS else frozenset()
+    if lengths and all(key in over and over[key].value is not None for key in lengths):
         wrong.append("--steps and --epochs: give one of them")
         del over["epochs"]
     fraction = over["fraction"].value if "fraction" in over else plain.get("fraction")
-    settings: Settings = {}
-    for layer in (layer for file in reversed(files) for layer in _layers(file, fraction)):
-        _forget_length(settings, layer)
-        merge(settings, layer)
-    _forget_length(settings, over)
+    settings: dict[str, Any] = {}
+    speakers: dict[str, Speaker] = {}
+    for own, speaker in (layer for file in reversed(files) for layer in _layers(file, fraction)):
+        settings = merged(_without_length(settings, own, lengths), own)
+        speakers |= dict.fromkeys(flat(own), speaker)
+    settings = _without_length(settings, over, lengths)
     for dotted, (value, speaker) in over.items():
-        put(settings, dotted, said(value, speaker))
-    settings = _on_defaults(settings)
-    recipe = validated(FullRecipe, settings, path, wrong)
-    return ResolvedAs(recipe=recipe, path=path, why=why, settings=settings)
+        settings = put(settings, dotted, value)
+        speakers |= dict.fromkeys(flat({dotted: value}), speaker)
+    column, speaker = _defaults(settings)
+    speakers = dict.fromkeys(flat(column), speaker) | speakers
+    settings = merged(column, settings)
+    known = {dotted: speakers[dotted] for dotted in flat(settings)}  # without those whose block was replaced
+    try:
+        recipe = model.model_validate(settings)
+    except ValidationError as error:
+        wrong += _in_words(error, path, known, model)
+        raise Problem(*wrong) from error
+    if wrong:
+        raise Problem(*wrong)
+    return ResolvedAs(recipe=recipe, path=path, why=why, speakers=known)
 
 
 def to_yaml(recipe: BaseModel) -> str:
@@ -256,16 +271,21 @@ def files_of(tree: Mapping[str, Any], path: Path) -> list[File]:
     return files
 
 
-def _layers(file: File, fraction: object) -> list[Settings]:
+def _layers(file: File, fraction: object) -> list[tuple[dict[str, Any], Speaker]]:
     """The settings of a file and, on top, those for the run's fraction of the labels."""
-    place = f"recipe {file.path.name}: "
-    tree, entries, sources = file.tree, {}, {}
-    if tree.get("fractions") is not None:
-        entries = _fractions(tree["fractions"], f"{place}fractions")
-    if tree.get("sources") is not None:
-        sources = _sources(tree["sources"], (tree, *entries.values()), f"{place}sources")
-    own = said(_own(tree), Speaker(file.speaker, place, sources))
-    return [own, _of_fraction(file, entries, sources, fraction)] if entries else [own]
+    place, tree = f"recipe {file.path.name}: ", file.tree
+    entries = {} if tree.get("fractions") is None else _fractions(tree["fractions"], f"{place}fractions")
+    entered = (tree, *entries.values())
+    sources = {} if tree.get("sources") is None else _sources(tree["sources"], entered, f"{place}sources")
+    layers = [(_own(tree), Speaker(file.speaker, place, sources))]
+    share = _share(fraction) if entries else None
+    if share is not None:
+        near = nearest_fraction(share, entries)
+        about = f"fractions {near:g}" + ("" if near == share else f" (nearest to {share:g})")
+        sources = {**sources, **(entries[near].get("sources") or {})}
+        speaker = Speaker(f"{file.speaker}, {about}", f"{place}fractions.{near:g}.", sources)
+        layers.append((_own(entries[near]), speaker))
+    return layers
 
 
 def _own(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,21 +322,13 @@ def _sources(value: object, entries: Sequence[Mapping[str, Any]], place: str) ->
     return value
 
 
-def _of_fraction(
-    file: File, entries: Mapping[float, Mapping[str, Any]], sources: Mapping[str, str], fraction: object
-) -> Settings:
-    """The settings of the nearest entry; none for a wrong fraction, which is told with all that is wrong."""
+def _share(fraction: object) -> float | None:
+    """A fraction of the labels as a number; None for a wrong one, which is told with all that is wrong."""
     try:
         share = float(str(fraction))
     except ValueError:
-        return {}
-    if not 0 < share <= 1:
-        return {}
-    near = nearest_fraction(share, entries)
-    about = f"fractions {near:g}" + ("" if near == share else f" (nearest to {share:g})")
-    place = f"recipe {file.path.name}: fractions.{near:g}."
-    own = {**sources, **(entries[near].get("sources") or {})}
-    return {**said(_own(entries[near]), Speaker(f"{file.speaker}, {about}", place, own))}
+        return None
+    return share if 0 < share <= 1 else None
 
 
 def nearest_fraction(fraction: float, entries: Iterable[float]) -> float:
@@ -350,61 +362,45 @@ def set_settings(sets: Sequence[str], wrong: list[str]) -> dict[str, Setting]:
         if not (equals and key):
             wrong.append(f"--set {pair}: write KEY=VALUE, for example --set optimizer.momentum=0.8")
             continue
+        if not text.partition("#")[0].strip():
+            wrong.append(f"--set {pair}: the value is empty; write --set {key}=VALUE, or {key}=null for none")
+            continue
         try:
-            value = load_yaml(text, empty=...)
-            if value is ...:
-                wrong.append(f"--set {pair}: the value is empty; write --set {key}=VALUE, or {key}=null for none")
-            else:
-                over[key] = Setting(value, Speaker(f"--set {key}"))
+            over[key] = Setting(load_yaml(text), Speaker(f"--set {key}"))
         except yaml.YAMLError as error:
             why = f" ({error.problem})" if isinstance(error, RefusedYaml) else ""
             wrong.append(f"--set {key}={short(text)}: {short(text)!r} is not a YAML value{why}")
     return over
 
 
-def _forget_length(settings: Settings, over: Mapping[str, Any]) -> None:
-    """Steps replace epochs, and epochs steps."""
-    for key in LENGTHS - over.keys() if LENGTHS & over.keys() else ():
-        settings.pop(key, None)
+def _without_length(settings: dict[str, Any], over: Mapping[str, Any], lengths: frozenset[str]) -> dict[str, Any]:
+    """Settings without what others replace under another name: steps replace epochs, and epochs steps."""
+    replaced = lengths - over.keys() if lengths & over.keys() else ()
+    return {key: value for key, value in settings.items() if key not in replaced}
 
 
-def _on_defaults(settings: Settings) -> Settings:
-    """Settings on top of the variant's; an empty block for a method with a default for each setting."""
-    found = values(settings)
-    variant, block = str(found.get("variant")), BLOCKS_WITH_DEFAULTS.get(str(found.get("method")))
+def _defaults(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Speaker]:
+    """The variant's column, and an empty block for a method with a default for each setting."""
+    variant, block = str(settings.get("variant")), BLOCKS_WITH_DEFAULTS.get(str(settings.get("method")))
     column = {key: value for key, value in VARIANTS.get(variant, {}).items()
               if isinstance(settings.get(key), dict) or not isinstance(value, Mapping)}  # fmt: skip
-    defaults: Settings = {} if block is None else {block: {}}
-    merge(defaults, said(column, Speaker(f"variant {variant}")))
-    merge(defaults, settings)
-    return defaults
+    return ({} if block is None else {block: {}}) | column, Speaker(f"variant {variant}")
 
 
 # ------------------------------------------------------------------------------------------- errors in words
 
 
-def validated(model: type[Model], settings: Settings, path: Path, wrong: list[str]) -> Model:
-    """The checked settings, or a `Problem` with what is wrong with them after what was `wrong` already."""
-    try:
-        recipe = model.model_validate(values(settings))
-    except ValidationError as error:
-        raise Problem(*wrong, *_in_words(error, path, settings, model)) from error
-    if wrong:
-        raise Problem(*wrong)
-    return recipe
-
-
-def _in_words(error: ValidationError, path: Path, settings: Settings, model: type[BaseModel]) -> list[str]:
+def _in_words(error: ValidationError, path: Path, speakers: Mapping[str, Speaker], model: type[BaseModel]) -> list[str]:
     """Each of pydantic's complaints as a sentence that names the flag or the key."""
     sentences: list[str] = []
-    items, known = error.errors(), flat(settings)
+    items = error.errors()
     for number, item in enumerate(items):
         if len(sentences) == MOST_SENTENCES:
             return [*sentences, f"recipe {path.name}: up to {len(items) - number:,} more problems of this kind"]
         unions = ("int", "str", "float")  # pydantic's names of a union's branches
         dotted = ".".join(str(part) for part in item["loc"] if "[" not in str(part) and part not in unions)
-        setting = known.get(dotted) or known.get(dotted.rpartition(".")[0])  # std.0 is part of --set std
-        speaker = Speaker("recipe") if setting is None else setting.speaker
+        # std.0 is part of --set std
+        speaker = speakers.get(dotted) or speakers.get(dotted.rpartition(".")[0]) or Speaker("recipe")
         where = speaker.name if speaker.name.startswith("--") else f"{speaker.place or f'recipe {path.name}: '}{dotted}"
         if item["type"] == "extra_forbidden":
             found = [f"{short(where)}: unknown key; {_nearest_key(dotted, model)}"]
@@ -438,36 +434,23 @@ def short(text: str) -> str:
 # ----------------------------------------------------------------------------------------------------- trees
 
 
-def said(value: Any, speaker: Speaker) -> Any:
-    """A value, or each value of a block, with who says so."""
-    if isinstance(value, Mapping):
-        return {key: said(each, speaker) for key, each in value.items()}
-    return Setting(value, speaker)
+def merged(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others on top, key by key."""
+    inner = {
+        key: merged(settings[key], value)
+        for key, value in over.items()
+        if isinstance(value, Mapping) and isinstance(settings.get(key), Mapping)
+    }
+    return {**settings, **over, **inner}
 
 
-def values(settings: Settings) -> dict[str, Any]:
-    """Settings as a file has them."""
-    return {key: values(each) if isinstance(each, dict) else each.value for key, each in settings.items()}
-
-
-def merge(settings: Settings, over: Settings) -> None:
-    """Put settings on top of others, in place, key by key."""
-    for key, value in over.items():
-        below = settings.get(key)
-        if isinstance(value, dict) and isinstance(below, dict):
-            merge(below, value)
-        else:
-            settings[key] = value
-
-
-def put(settings: Settings, dotted: str, value: Any) -> None:
-    """Put one setting, or a block, in its place."""
-    *blocks, last = dotted.split(".")
-    for block in blocks:
-        inner = settings.get(block)
-        settings[block] = inner if isinstance(inner, dict) else {}
-        settings = settings[block]
-    settings[last] = value
+def put(settings: Mapping[str, Any], dotted: str, value: Any) -> dict[str, Any]:
+    """Settings with a value, or a block, in its place."""
+    block, _, key = dotted.partition(".")
+    if not key:
+        return {**settings, dotted: value}
+    inner = settings.get(block)
+    return {**settings, block: put(inner if isinstance(inner, Mapping) else {}, key, value)}
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

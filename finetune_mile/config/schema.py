@@ -247,24 +247,31 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Recipe:
-        tell_all(conflicts(self))
+        tell_all(
+            [
+                (
+                    (self.steps is None) == (self.epochs is None),
+                    "give either steps or epochs (flags --steps, --epochs)",
+                ),
+                *_of_method(self),
+                *_of_teacher(self),
+                *_of_trunk(self),
+                *_of_optimizer(self),
+            ]
+        )
         return self
 
     @property
     def method_value(self) -> Method:
         """The method that is trained; `mile.rho: auto` is another name of `auto`."""
-        mile = self.own_block("mile")
+        mile: Any = getattr(self, "mile", None)
         return get_method("auto" if self.method == "mile" and mile is not None and mile.rho == "auto" else self.method)
-
-    def own_block(self, key: str) -> Any:
-        """The settings of a method by their key; None where the recipe has none. Their fields are added below."""
-        return getattr(self, key, None)
 
     @property
     def block(self) -> Any:
         """The settings of the method that is trained, as its functions take them."""
         method = self.method_value
-        return method.settings(*map(self.own_block, method.blocks))
+        return method.settings(*(getattr(self, key) for key in method.blocks))
 
     @property
     def traits(self) -> Traits:
@@ -286,9 +293,9 @@ class Recipe(Section):
     @property
     def calibration(self) -> float:
         """The share of the labelled images that no phase trains on."""
-        auto = self.own_block("auto")
+        auto: Any = getattr(self, "auto", None)
         needed = auto is not None and ("held_out" in self.method_value.needs or auto.held_out == "always")
-        return auto.calibration if auto is not None and needed else 0.0
+        return auto.calibration if needed else 0.0
 
     @property
     def new_head(self) -> bool:
@@ -317,22 +324,11 @@ def tell_all(found: Iterable[Conflict]) -> None:
         raise ValueError("\n".join(sentences))
 
 
-def conflicts(recipe: Recipe) -> list[Conflict]:
-    """Every conflict that a recipe can have."""
-    return [
-        ((recipe.steps is None) == (recipe.epochs is None), "give either steps or epochs (flags --steps, --epochs)"),
-        *_of_method(recipe),
-        *_of_teacher(recipe),
-        *_of_trunk(recipe),
-        *_of_optimizer(recipe),
-    ]
-
-
 def _of_method(recipe: Recipe) -> list[Conflict]:
     """A method and its settings."""
     name, method, needs = recipe.method, recipe.method_value, recipe.method_value.needs
     who = f"method {name}" if method.name == name else "--rho auto"
-    missing = [key for key in method.blocks if recipe.own_block(key) is None]
+    missing = [key for key in method.blocks if getattr(recipe, key) is None]
     own = [] if missing else method.check(recipe.block, recipe)
     mixed = next((key for key in ("mixup", "cutmix") if getattr(recipe.augment, key)), None)
     return [

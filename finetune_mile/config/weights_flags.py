@@ -29,7 +29,6 @@ def _add_verb(verbs: Any, name: str, text: str) -> Parser:
     """A verb with its help and an example."""
     example = f"example: finetune-mile weights {name} {EXAMPLES[name]}"
     parser: Parser = verbs.add_parser(name, help=text, description=text, epilog=example)
-    parser.set_defaults(verb=name)
     return parser
 
 
@@ -45,7 +44,7 @@ def build_parser() -> Parser:
         epilog="example: finetune-mile weights check FILE. finetune-mile weights VERB --help has the flags of a verb.",
     )
     verbs = parser.add_subparsers(
-        required=True, metavar="ls | show | check | convert | add | verify", parser_class=_Verb
+        dest="verb", required=True, metavar="ls | show | check | convert | add | verify", parser_class=_Verb
     )
     ls = _add_verb(verbs, "ls", "list the published checkpoints that have a card")
     ls.add_argument("--licence", "--license", help="only cards with this licence, for example apache-2.0")

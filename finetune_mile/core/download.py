@@ -1,14 +1,19 @@
-"""Downloads: resumed after a broken connection, checked against published sizes and hashes. No torch here."""
+"""Downloads: resumed after a broken connection, checked against published sizes and hashes. No torch here.
+
+The network's modules are imported when a file is fetched: they would slow down every --help.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
+import socket
+import time
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
@@ -17,7 +22,13 @@ from finetune_mile.core.files import write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Section
 
+if TYPE_CHECKING:
+    from urllib.request import OpenerDirector
+
 CHUNK = 1 << 20
+_TRIES = 2  # in a row without a single new byte, for each mirror
+_PAUSE = 0.5  # seconds before the next try, doubled each time
+_TIMEOUT = 30.0
 PAGE = "a web page, not a file; the address may need a login"
 
 
@@ -88,8 +99,6 @@ def _fetch_file(remote: RemoteFile, folder: Path, missing: list[RemoteFile]) -> 
             return _accept(target, remote, target)
         except WrongBytes as error:
             raise Problem(f"{target} is damaged or another file ({error}); delete it, it is fetched again") from error
-    from finetune_mile.core.transfer import transfer  # the network's modules would slow down every --help
-
     part = folder / f"{remote.name}.part"
     reasons = []
     for url in remote.urls:
@@ -106,6 +115,90 @@ def _fetch_file(remote: RemoteFile, folder: Path, missing: list[RemoteFile]) -> 
     urls = " and ".join(other.urls[0] for other in missing)
     there = f"put it at {target}" if len(missing) == 1 else f"put both into {folder}"
     raise Problem(f"{remote.name} could not be fetched ({'; '.join(reasons)}); fetch {urls} elsewhere and {there}")
+
+
+# ------------------------------------------------------------------------------------ the connection
+
+
+def transfer(url: str, part: Path, remote: RemoteFile) -> None:
+    """Bring `part` to its full length, from where an earlier attempt ended. Raises OSError and WrongBytes."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+
+    failures = 0
+    while failures <= _TRIES:
+        before = part.stat().st_size if part.exists() else 0
+        try:
+            if _connect(url, part, remote):
+                return
+        except HTTPError as error:
+            if error.code != 416 or not before:
+                raise
+            part.unlink()  # longer than what the server has: start anew
+        except (OSError, HTTPException) as error:
+            offline = isinstance(getattr(error, "reason", None), socket.gaierror) and not before
+            if (failures == _TRIES or offline) and not isinstance(error, OSError):
+                raise OSError(str(error)) from error
+            if failures == _TRIES or offline:
+                raise
+        failures = 0 if part.exists() and part.stat().st_size > before else failures + 1
+        time.sleep(_PAUSE * 2**failures)
+    raise URLError("the connection breaks off again and again")
+
+
+def _connect(url: str, part: Path, remote: RemoteFile) -> bool:
+    """One connection; True when the file is complete."""
+    from urllib.request import Request
+
+    from finetune_mile.core.console import progress
+
+    start = part.stat().st_size if part.exists() else 0
+    tag = part.with_name(f"{part.name}.tag")
+    request = Request(url, headers={"User-Agent": "finetune_mile", "Accept-Encoding": "identity"})
+    if start:
+        request.add_header("Range", f"bytes={start}-")
+        if tag.exists():
+            request.add_header("If-Range", tag.read_text(encoding="ascii"))
+    with _opener().open(request, timeout=_TIMEOUT) as answer:
+        if str(answer.headers.get("Content-Type", "")).lower().startswith(("text/html", "application/xhtml")):
+            raise WrongBytes(PAGE)
+        partial = answer.status == 206 and str(answer.headers.get("Content-Range", "")).startswith(f"bytes {start}-")
+        start = start if partial else 0
+        length = answer.headers.get("Content-Length")
+        total = start + int(length) if length is not None else None
+        if remote.bytes is not None and total is not None and total != remote.bytes:
+            raise WrongBytes(f"the server has {total} bytes, expected {remote.bytes}")
+        etag = answer.headers.get("ETag") or ""
+        tag.unlink(missing_ok=True)
+        if etag.isascii() and etag and not etag.startswith("W/"):  # the next attempt asks whether the file is the same
+            tag.write_text(etag, encoding="ascii")
+        with (
+            part.open("ab" if partial else "wb") as file,
+            progress(remote.name, total, start=start, in_bytes=True) as advance,
+        ):
+            while block := answer.read(CHUNK):
+                file.write(block)
+                advance(len(block))
+                if remote.bytes is not None and file.tell() > remote.bytes:
+                    raise WrongBytes(f"more than the expected {remote.bytes} bytes came")
+    done = total is None or part.stat().st_size == total
+    if done:
+        tag.unlink(missing_ok=True)
+    return done
+
+
+def _opener() -> OpenerDirector:
+    """Follows redirects, to https only."""
+    from urllib.error import URLError
+    from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+    class OnlyHttps(HTTPRedirectHandler):
+        def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+            if not is_https(newurl):
+                raise URLError(f"redirected to {newurl}, which is not https")
+            return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+    return build_opener(OnlyHttps)
 
 
 # --------------------------------------------------------------------------------------- the check

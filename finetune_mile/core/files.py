@@ -1,9 +1,7 @@
 """Files: what ships with the install, safe reading of files and YAML from people, atomic writing, locks. No torch here.
 
-YAML is bounded in size, depth and aliases before it becomes values: libyaml builds nested values by recursion and
-crashes on deep ones, and a few aliases can stand for gigabytes. So the text is first read as a flat list of events, in
-which depth and size with all aliases expanded are counted. `1:30` and `010` are text here; YAML 1.1 would make them 90
-and 8.
+YAML is bounded in size, depth and aliases before it becomes values, because a few aliases can stand for gigabytes.
+`1:30` and `010` are text here; YAML 1.1 would make them 90 and 8.
 """
 
 from __future__ import annotations
@@ -133,13 +131,6 @@ def locked(path: Path, sentence: str, seconds: float | None = None) -> Iterator[
         lock.release()
 
 
-# -------------------------------------------------------------------------------------------- YAML
-
-MOST_YAML_BYTES = 2**20
-DEEPEST = 50  # values inside each other
-MOST_VALUES = 100_000  # with aliases expanded
-
-
 def check_empty(folder: Path, flag: str) -> None:
     """Refuse a folder that has content, or that cannot be made."""
     try:
@@ -152,11 +143,27 @@ def check_empty(folder: Path, flag: str) -> None:
         raise Problem(f"{flag} {folder}: {error.strerror}; choose another folder") from error
 
 
+# -------------------------------------------------------------------------------------------- YAML
+
+MOST_YAML_BYTES = 2**20
+DEEPEST = 50  # values inside each other
+MOST_VALUES = 100_000  # with aliases expanded
+TOO_DEEP = f"it is nested more than {DEEPEST} levels deep"
+
+
 class RefusedYaml(yaml.MarkedYAMLError):
     """YAML that is larger, deeper or more repetitive than any file of ours, or sets a key twice."""
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # such as !!int x, or the date 2024-13-01
+            raise yaml.MarkedYAMLError(
+                problem=f"a value cannot be read: {error}", problem_mark=node.start_mark
+            ) from error
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         """Refuse a key that is set twice: YAML itself silently takes the last one."""
         seen = set()
@@ -195,46 +202,33 @@ def load_yaml_file(path: Path) -> Any:
     return load_yaml(read_regular(path, MOST_YAML_BYTES).decode("utf-8"))
 
 
-def load_yaml(text: str, *, empty: Any = None) -> Any:
-    """The one value of a YAML text; `empty` where the text holds nothing but comments. Raises yaml.YAMLError."""
+def load_yaml(text: str) -> Any:
+    """The one value of a YAML text; None where the text holds nothing but comments. Raises yaml.YAMLError."""
+    depth = 0
     try:
-        _check_yaml(text)
-        node: yaml.Node | None = _Loader(text).get_single_node()
+        for event in yaml.parse(text, Loader=_Loader):  # libyaml crashes on deep values when it makes nodes of them
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise RefusedYaml(problem=TOO_DEEP, problem_mark=event.start_mark)  # type: ignore[arg-type]
+        loader = _Loader(text)
+        node: yaml.Node | None = loader.get_single_node()
+        if node is None:
+            return None
+        _count_values(node)
+        return loader.construct_document(node)
     except UnicodeError as error:
         raise yaml.YAMLError("it holds characters that are not Unicode") from error
-    if node is None:
-        return empty
-    try:
-        return _Loader("").construct_document(node)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:  # such as !!int x, or the date 2024-13-01
-        raise yaml.MarkedYAMLError(problem=f"a value cannot be read: {error}", problem_mark=node.start_mark) from error
 
 
-def _check_yaml(text: str) -> None:
-    """Count values and depth, aliases expanded, in the flat list of events."""
-    known: dict[str, tuple[int, int]] = {}  # anchor: values and depth of what it stands for
-    inside: list[tuple[str | None, int, int]] = [(None, 0, 0)]  # open collections: anchor, values, depth so far
-    for event in yaml.parse(text, Loader=_Loader):
-        anchor: str | None = getattr(event, "anchor", None)
-        mark: Any = event.start_mark
-        values, depth = 1, 0
-        if isinstance(event, yaml.CollectionStartEvent):
-            inside.append((anchor, 1, 0))
-            values = 0
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, values, below = inside.pop()
-            depth = below + 1
-        elif isinstance(event, yaml.AliasEvent):
-            if any(anchor == name for name, _, _ in inside):
-                raise RefusedYaml(problem=f"*{anchor} is inside of &{anchor}, in a circle", problem_mark=mark)
-            values, depth = known.get(str(anchor), (1, 0))
-        elif not isinstance(event, yaml.ScalarEvent):
-            continue
-        if values and anchor is not None:
-            known[anchor] = (values, depth)
-        name, count, below = inside[-1]
-        inside[-1] = (name, count + values, max(below, depth))
-        if len(inside) - 1 + depth > DEEPEST:
-            raise RefusedYaml(problem=f"it is nested more than {DEEPEST} levels deep", problem_mark=mark)
-        if sum(count for _, count, _ in inside) > MOST_VALUES:
-            raise RefusedYaml(problem=f"it holds more than {MOST_VALUES:,} values, aliases expanded", problem_mark=mark)
+def _count_values(node: yaml.Node, depth: int = 0, before: int = 0) -> int:
+    """How many values there are with those `before`, aliases expanded; too many are refused, and too deep ones."""
+    if depth > DEEPEST:
+        raise RefusedYaml(problem=f"{TOO_DEEP} by its aliases, or in a circle", problem_mark=node.start_mark)
+    if before == MOST_VALUES:
+        raise RefusedYaml(problem=f"it holds more than {MOST_VALUES:,} values, aliases expanded")
+    values = before + 1
+    if isinstance(node, yaml.CollectionNode):
+        for entry in node.value:
+            for inner in entry if isinstance(entry, tuple) else (entry,):  # a mapping has pairs of key and value
+                values = _count_values(inner, depth + 1, values)
+    return values

@@ -50,30 +50,28 @@ MOST_STEPS, LARGEST_BATCH, MOST_WORKERS = 10**9, 10**6, 1024
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|epochs?|steps?)?", re.IGNORECASE)
 
 
-def _parse_amount(amount: int | str) -> tuple[float, str]:
-    """`200`, `200 steps`, `2 epochs` or `5 %` as number and unit, above zero; anything else raises ValueError."""
+def in_steps(amount: int | str, *, total_steps: int, steps_per_epoch: float) -> int:
+    """`200`, `200 steps`, `2 epochs` or `5 %` in optimiser steps, rounded to the nearest and at least 1.
+
+    Raises:
+        ValueError: it is anything else, or not above zero.
+    """
     match = _AMOUNT.fullmatch(str(amount).strip())
     if match is None or float(match[1]) <= 0:
         raise ValueError(f"{str(amount)[:40]!r} is not an amount above zero: write 200 (steps), '2 epochs' or '5 %'")
     value, unit = float(match[1]), (match[2] or "steps").lower()
     if unit.startswith("step") and not value.is_integer():
         raise ValueError(f"{str(amount)[:40]!r}: steps are whole numbers; a share of the budget is '5 %'")
-    return value, unit
-
-
-def check_amount(amount: int | str) -> int | str:
-    _parse_amount(amount)
-    return amount
-
-
-def in_steps(amount: int | str, *, total_steps: int, steps_per_epoch: float) -> int:
-    """An amount in optimiser steps, rounded to the nearest and at least 1."""
-    value, unit = _parse_amount(amount)
     if unit == "%":
         value *= total_steps / 100
     elif unit.startswith("epoch"):
         value *= steps_per_epoch
     return max(round(value), 1)
+
+
+def check_amount(amount: int | str) -> int | str:
+    in_steps(amount, total_steps=1, steps_per_epoch=1)
+    return amount
 
 
 OFF = BeforeValidator(lambda word: "off" if word is False else word)  # YAML reads a bare `off` as false

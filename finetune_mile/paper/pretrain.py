@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from finetune_mile.config.flags import RESUME, Parser, RunOptions, number, read_flags, resumed
+from finetune_mile.config.flags import RESUME, Parser, RunOptions, number, parse, resumed
+from finetune_mile.config.resolve import resolve_tree
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
-from finetune_mile.paper.pretraining.recipe import Method, ResolvedPretrain, check, resolve
+from finetune_mile.paper.pretraining.recipe import Method, Pretrain, ResolvedPretrain, resolve
 from finetune_mile.training.folder import choose_folder, is_finished, resumed_recipe, say_finished
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def build_parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 the run failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options = read_flags(build_parser(), argv, SETTINGS)
+    options = parse(argv, build_parser(), SETTINGS)
     return run(*prepare(options))
 
 
@@ -66,9 +67,7 @@ def prepare(options: RunOptions) -> tuple[RunOptions, ResolvedPretrain, Path]:
         return options, resumed_settings(options.resume), options.resume
     resolved = resolve(options.settings, options.sets)
     split_name(resolved.recipe.data)
-    path, begun = choose_folder(
-        options, "pretrain", resolved.recipe, lambda tree, file: check(tree, {}, [], file, "--resume").recipe
-    )
+    path, begun = choose_folder(options, "pretrain", resolved.recipe)
     if begun:
         return replace(options, resume=path), resumed_settings(path), path
     return replace(options, resume=None), resolved, path
@@ -78,7 +77,7 @@ def resumed_settings(folder: Path) -> ResolvedPretrain:
     path, tree = resumed_recipe(folder)
     if "neighbours" not in tree:
         raise Problem(f"--resume {folder}: not a pre-training run; resume it with finetune-mile run --resume")
-    return check(tree, {}, [], path, "--resume")
+    return resolve_tree(Pretrain, tree, path, "--resume")
 
 
 def run(options: RunOptions, resolved: ResolvedPretrain, path: Path) -> int:

@@ -14,14 +14,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.config.flags import RunOptions
-from finetune_mile.config.resolve import flat, read_yaml
+from finetune_mile.config.resolve import flat, read_yaml, resolve_tree
 from finetune_mile.core.files import load_yaml_file, locked, whole_file, write_json
 from finetune_mile.core.problems import Problem
 
@@ -135,9 +135,7 @@ def resumed_recipe(folder: Path) -> tuple[Path, dict[str, Any]]:
     return path, tree
 
 
-def choose_folder(
-    options: RunOptions, name: str, requested: BaseModel, read: Callable[[dict[str, Any], Path], BaseModel]
-) -> tuple[Path, bool]:
+def choose_folder(options: RunOptions, name: str, requested: BaseModel) -> tuple[Path, bool]:
     """The folder of a run, and whether a run in it is continued; told by the first process to all.
 
     A process that is slower to start must not check a folder that the first one has made by then.
@@ -146,18 +144,15 @@ def choose_folder(
         options: of the command.
         name: of a new folder below runs/.
         requested: the settings that the command asks for.
-        read: settings, of a file, to a checked recipe.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return _choose_folder(options, name, requested, read)
+        return _choose_folder(options, name, requested)
     from finetune_mile.training.processes import from_first
 
-    return from_first(lambda: _choose_folder(options, name, requested, read))
+    return from_first(lambda: _choose_folder(options, name, requested))
 
 
-def _choose_folder(
-    options: RunOptions, name: str, requested: BaseModel, read: Callable[[dict[str, Any], Path], BaseModel]
-) -> tuple[Path, bool]:
+def _choose_folder(options: RunOptions, name: str, requested: BaseModel) -> tuple[Path, bool]:
     if isinstance(options.resume, Path):
         return options.resume, True
     out: Path = options.out or next_folder(Path("runs"), name)
@@ -169,7 +164,8 @@ def _choose_folder(
     if "requested" not in info:
         again = f"--resume {shlex.quote(str(out))}"
         raise Problem(f"--resume auto: {out} began with an earlier version; continue it with {again}")
-    was, now = (flat(each.model_dump(mode="json")) for each in (read(tree | info["requested"], path), requested))
+    began = resolve_tree(type(requested), tree | info["requested"], path, "--resume").recipe
+    was, now = (flat(each.model_dump(mode="json")) for each in (began, requested))
     changes = [f"{key} was {was.get(key)}, is {now.get(key)}" for key in was | now if was.get(key) != now.get(key)]
     if changes:
         raise Problem(

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_mile.config.flags import RunOptions
-from finetune_mile.config.resolve import Resolved, check, resolve
+from finetune_mile.config.resolve import Resolved, resolve, resolve_tree
+from finetune_mile.config.schema import FullRecipe
 from finetune_mile.core.files import write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.training.folder import REFIT, RunFolder, resumed_recipe
@@ -151,7 +152,7 @@ def train_in_time(
         return made
     clock.say("training on all labels, also those of the validation photos")
     file, tree = resumed_recipe(path)
-    resolved = check(tree, {}, [], file, "--resume")
+    resolved = resolve_tree(FullRecipe, tree, file, "--resume")
     made.code, text, _, _, _ = _train(resolved, init, teacher, path, signals, brief=True, only_refit=True)
     if made.code:
         sys.stdout.write(made.text + text)

@@ -23,7 +23,7 @@ from torch.nn import functional
 import finetune_mile
 from finetune_mile.checkpoints.cards import Card, find_card, folder_of, is_cached
 from finetune_mile.checkpoints.cards import fetch_card as fetch
-from finetune_mile.core import transfer
+from finetune_mile.core import download
 from finetune_mile.core.download import RemoteFile
 from finetune_mile.core.problems import Problem
 
@@ -48,7 +48,7 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(transfer, "_PAUSE", 0.001)
+    monkeypatch.setattr(download, "_PAUSE", 0.001)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

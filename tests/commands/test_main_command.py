@@ -113,7 +113,7 @@ def test_without_the_weights_it_says_where_to_put_them(tmp_path, monkeypatch, ca
     def no_network(*_):
         raise OSError("no network")
 
-    monkeypatch.setattr("finetune_mile.core.transfer.transfer", no_network)
+    monkeypatch.setattr("finetune_mile.core.download.transfer", no_network)
     assert main(MAIN) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "model.ckpt-250228.index could not be fetched (no network); fetch https://" in line

@@ -4,7 +4,7 @@ import pytest
 from short_runs import SHORT
 
 from finetune_mile.cli import main
-from finetune_mile.config.flags import read_flags
+from finetune_mile.config.flags import parse
 from finetune_mile.core.problems import Problem
 from finetune_mile.paper.pretrain import SETTINGS, build_parser, prepare
 from finetune_mile.paper.pretraining.recipe import resolve
@@ -12,7 +12,7 @@ from finetune_mile.paper.pretraining.recipe import resolve
 
 def wrong(*words):
     with pytest.raises(Problem) as caught:
-        prepare(read_flags(build_parser(), list(words), SETTINGS))
+        prepare(parse(list(words), build_parser(), SETTINGS))
     return "\n".join(caught.value.sentences)
 
 

@@ -6,24 +6,11 @@ As in `config/schema.py`, nothing that changes a number has a hidden default.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
 
-from finetune_mile.config.flags import flag_of
-from finetune_mile.config.resolve import (
-    FLAG_PATHS,
-    ResolvedAs,
-    Setting,
-    Speaker,
-    find_recipe,
-    put,
-    read_yaml,
-    said,
-    set_settings,
-    validated,
-)
+from finetune_mile.config.resolve import ResolvedAs, find_recipe, read_yaml, resolve_tree
 from finetune_mile.config.schema import tell_all
 from finetune_mile.core.types import LARGEST_BATCH, MOST_STEPS, MOST_WORKERS, NO, Amount, Positive, Section, Seed
 
@@ -208,17 +195,5 @@ def resolve(flags: Mapping[str, Any], sets: Sequence[str]) -> ResolvedPretrain:
     else:
         grids = str(flags.get("data", "demo")).partition(":")[0] in GRIDS
         path, why = find_recipe("grids" if grids else "photos", FOLDER), "no --recipe: by the kind of --data"
-    return check(read_yaml(path), {k: v for k, v in flags.items() if k != "recipe"}, sets, path, why)
-
-
-def check(
-    tree: dict[str, Any], given: Mapping[str, Any], sets: Sequence[str], path: Path, why: str
-) -> ResolvedPretrain:
-    """Put the layers on top of each other and validate once."""
-    wrong: list[str] = []
-    flags = {FLAG_PATHS.get(key, key): Setting(value, Speaker(flag_of(key))) for key, value in given.items()}
-    settings = said(tree, Speaker("recipe", f"recipe {path.name}: "))
-    for dotted, (value, speaker) in (flags | set_settings(sets, wrong)).items():
-        put(settings, dotted, said(value, speaker))
-    recipe = validated(Pretrain, settings, path, wrong)
-    return ResolvedAs(recipe=recipe, path=path, why=why, settings=settings)
+    given = {key: value for key, value in flags.items() if key != "recipe"}
+    return resolve_tree(Pretrain, read_yaml(path), path, why, given, sets)
