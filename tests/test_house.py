@@ -283,7 +283,18 @@ def test_one_module_shows_images_to_a_network_without_learning():
 
 
 def test_every_recipe_is_valid_and_says_how_to_run_it():
-    assert len(RECIPES) == 35, "a recipe was added, removed, or is not searched for any more"
+    names = {path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in RECIPES}
+    known = {
+        "demo",
+        "finetune",
+        "scratch",
+        "auto/photos",
+        "imagenet/scratch",
+        "mini-ssl/grids",
+        "semi/mile",
+        "ssl/swav",
+    }
+    assert known <= names, "a recipe is not searched for any more"
     for path in RECIPES:
         resolved = check(read_yaml(path), {}, [], path, "test")
         assert "finetune_mile/run.py" in path.read_text().split("\ndata:")[0], f"{path}: its command is missing"
@@ -292,7 +303,7 @@ def test_every_recipe_is_valid_and_says_how_to_run_it():
 
 
 def test_every_pretraining_recipe_is_valid_and_says_how_to_run_it():
-    assert len(PRETRAIN_RECIPES) == 2
+    assert {"grids", "photos"} <= {path.stem for path in PRETRAIN_RECIPES}
     for path in PRETRAIN_RECIPES:
         for method in ("simclr", "mocov2", "byol", "swav"):
             resolved = pretraining.check(read_yaml(path), {"method": method}, [], path, "test")
