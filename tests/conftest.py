@@ -8,6 +8,10 @@ import torch
 from accelerate.state import AcceleratorState
 from shortcuts import SHARED
 
+from finetune_mile.pages import report
+
+RENDER = report._png
+ONE_PIXEL = report.png_of(torch.zeros(3, 1, 1, dtype=torch.uint8))
 # The networks here are tiny; more threads only wait for each other.
 torch.set_num_threads(1)
 os.environ["FINETUNE_MILE_THREADS"] = "1"
@@ -20,6 +24,20 @@ def shared():
     if not SHARED.is_dir():
         pytest.skip("needs ../shared, the real data and checkpoints that only our own machines have")
     return SHARED
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_rendering():
+    """matplotlib takes a fifth of a short run. Figures are built all the same; `rendered` is for tests of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "_png", lambda figure: ONE_PIXEL)
+        yield
+
+
+@pytest.fixture
+def rendered(monkeypatch):
+    """Figures are rendered in this test."""
+    monkeypatch.setattr(report, "_png", RENDER)
 
 
 @pytest.fixture(autouse=True)

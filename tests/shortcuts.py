@@ -11,7 +11,7 @@ SHARED = ROOT.parent / "shared"
 
 # A demo run of seconds: every phase is there, the images are few.
 SHORT = [
-    "--data", "demo:400", "--init", "none", "--arch", "resnet-demo", "--steps", "24", "--batch-size", "8",
+    "--data", "demo:200", "--init", "none", "--arch", "resnet-demo", "--steps", "24", "--batch-size", "8",
     "--set", "size=24", "--set", "evaluate.images=40", "--set", "evaluate.labels=false", "--set", "log_every=1",
     "--set", "checkpoint_every=5",
 ]  # fmt: skip

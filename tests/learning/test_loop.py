@@ -30,7 +30,7 @@ def naive_mile(letters, *, imitate_from, rho=0.1, batch=8, lr=2e-3):
         ],
         betas=(0.9, 0.999),
     )
-    data = load("400").train
+    data = load("200").train
     how = SCRATCH.preprocess.model_copy(update={"size": 24})
     views = Views(data, how, Augmentation(crop="shift", scale=(0.08, 1.0), shift=1, flip=False), 0)
     order = Order(torch.arange(len(data)).numpy(), 0)
