@@ -134,7 +134,7 @@ def test_labels_once_per_cycle_equal_labels_per_batch_without_augmentation(run_d
 
 
 def test_accumulation_is_the_same_batch_in_parts(run_demo):
-    flags = [*SHORT_MILE, "--arch", "resnet-demo-gn"]  # batch norm would see smaller batches
+    flags = [*SHORT_MILE, "--steps", "12", "--arch", "resnet-demo-gn"]  # batch norm would see smaller batches
     one = run_demo("one", *flags)
     parts = run_demo("parts", *flags, "--set", "accumulate=4")
     assert losses(parts) == pytest.approx(losses(one), rel=1e-3)
