@@ -210,9 +210,14 @@ def test_files_stay_small():
         assert len(path.read_text().splitlines()) <= 500, path
 
 
+@pytest.fixture(scope="module")
+def roads():
+    return measure(*ROADS)
+
+
 @pytest.mark.parametrize("name", ROADS)
-def test_roads_do_not_grow(name):
-    found = measure(name)
+def test_roads_do_not_grow(name, roads):
+    found = roads[name]
     grown = {unit: (found[unit], most) for unit, most in ROADS[name].items() if found[unit] > most}
     assert not grown, f"{grown}: `python -m tests.roads {name}` lists the files; {found['of_file']}"
     assert {"load": "checkpoints/loading.py", "predict": "compute/passes.py"}.get(name, "learning/loop.py") in found[
