@@ -1,6 +1,7 @@
 """What several test files use: short demo runs, and where things are."""
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -47,3 +48,16 @@ def losses(folder):
     """The loss of every logged step."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [r["loss"] for r in map(json.loads, lines) if r["kind"] == "train"]
+
+
+@contextmanager
+def refused(*facts):
+    """A Problem that names these things (flags, files, numbers, what to type), in whatever words."""
+    import pytest
+
+    from finetune_mile.core.problems import Problem
+
+    with pytest.raises(Problem) as caught:
+        yield caught
+    text = str(caught.value)
+    assert not [fact for fact in facts if fact not in text], text
