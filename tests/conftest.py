@@ -1,15 +1,12 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests. Slow modules are imported inside them: the process that starts the others needs none."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
-import torch
-from accelerate.state import AcceleratorState
 from shortcuts import SHARED
 
-# The networks here are tiny; more threads only wait for each other.
-torch.set_num_threads(1)
 os.environ["FINETUNE_MILE_THREADS"] = "1"
 os.environ["FINETUNE_MILE_CONFIG"] = os.devnull  # cards of whoever runs the tests stay out of them
 
@@ -22,11 +19,41 @@ def shared():
     return SHARED
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """The networks here are tiny; more threads only wait for each other."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def render():
+    """matplotlib takes a fifth of a short run. Figures are built all the same; `rendered` is for tests of them."""
+    import torch
+
+    from finetune_mile.pages import report
+
+    real, one_pixel = report._png, report.png_of(torch.zeros(3, 1, 1, dtype=torch.uint8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "_png", lambda figure: one_pixel)
+        yield real
+
+
+@pytest.fixture
+def rendered(monkeypatch, render):
+    """Figures are rendered in this test."""
+    monkeypatch.setattr("finetune_mile.pages.report._png", render)
+
+
 @pytest.fixture(autouse=True)
 def no_precision_of_an_earlier_run():
     """Accelerate keeps one precision per process, and `precision: auto` is bf16 on some processors."""
     yield
-    AcceleratorState._reset_state()
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state()
 
 
 @pytest.fixture

@@ -84,18 +84,41 @@ def statements(path, lines):
     return {first[line] for line in lines if line in first}
 
 
-def measure(name):
-    """The numbers of a road, in a process of its own: what an earlier road has kept in memory would shorten it."""
+def measure(*names):
+    """The numbers of some roads, each in a process of its own: what an earlier road has kept would shorten it."""
     environment = {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, __file__, "--walk", name],
+        [sys.executable, __file__, "--walk", *names],
         capture_output=True, text=True, check=False, env=os.environ | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(names, map(json.loads, done.stdout.splitlines()[-len(names) :]), strict=True))
 
 
-# ------------------------------------------------------------------------------------ in that process
+# ------------------------------------------------------------------------------------ in these processes
+
+
+def import_others():
+    """Import what is slow and not of the package, once for all roads."""
+    import accelerate
+    import sklearn.linear_model
+    import timm
+    import torchvision
+
+    return accelerate, sklearn, timm, torchvision
+
+
+def walk_alone(name):
+    """Print the numbers of a road from a copy of this process."""
+    copy = os.fork()
+    if not copy:
+        with tempfile.TemporaryDirectory() as place:
+            with contextlib.redirect_stdout(io.StringIO()):
+                found = walk(name, Path(place))
+            print(json.dumps(found), flush=True)
+        os._exit(0)
+    if os.waitpid(copy, 0)[1]:
+        raise SystemExit(f"the road {name} has no end")
 
 
 def make_photos(place):
@@ -179,13 +202,11 @@ def walk_to_gradient(command, trace, is_end):
 
 def main(words):
     if words[:1] == ["--walk"]:
-        with tempfile.TemporaryDirectory() as place:
-            with contextlib.redirect_stdout(io.StringIO()):
-                found = walk(words[1], Path(place))
-            print(json.dumps(found))
+        import_others()
+        for name in words[1:]:
+            walk_alone(name)
         return
-    for name in words or NAMES:
-        found = measure(name)
+    for name, found in measure(*(words or NAMES)).items():
         units = "".join(f"{found[unit]:>7,} {unit}" for unit in ("statements", "functions", "files"))
         print(f"{name:<10}{units}")
         for file, number in sorted(found["of_file"].items(), key=lambda each: -each[1]) if words else ():

@@ -1,6 +1,7 @@
 """What several test files use: short demo runs, and where things are."""
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ SHARED = ROOT.parent / "shared"
 
 # A demo run of seconds: every phase is there, the images are few.
 SHORT = [
-    "--data", "demo:400", "--init", "none", "--arch", "resnet-demo", "--steps", "24", "--batch-size", "8",
+    "--data", "demo:200", "--init", "none", "--arch", "resnet-demo", "--steps", "24", "--batch-size", "8",
     "--set", "size=24", "--set", "evaluate.images=40", "--set", "evaluate.labels=false", "--set", "log_every=1",
     "--set", "checkpoint_every=5",
 ]  # fmt: skip
@@ -47,3 +48,16 @@ def losses(folder):
     """The loss of every logged step."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [r["loss"] for r in map(json.loads, lines) if r["kind"] == "train"]
+
+
+@contextmanager
+def refused(*facts):
+    """A Problem that names these things (flags, files, numbers, what to type), in whatever words."""
+    import pytest
+
+    from finetune_mile.core.problems import Problem
+
+    with pytest.raises(Problem) as caught:
+        yield caught
+    text = str(caught.value)
+    assert not [fact for fact in facts if fact not in text], text

@@ -101,11 +101,11 @@ def test_f5_a_hostile_card_is_one_sentence(recipes):
         (["--set", "std=[0,0,0]"], "--set std 0: input should be greater than 0"),
     ],
 )
-def test_f5_f12_numbers_out_of_bounds_are_refused(recipes, words, sentence):
-    done = limited("run", "--recipe", "demo", "--explain", *words, cwd=recipes)
-    assert done.returncode == 2
-    assert sentence in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_f5_f12_numbers_out_of_bounds_are_refused(recipes, bounded, capsys, words, sentence):
+    assert main(["run", "--recipe", "demo", "--explain", *words]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
 
 
 def test_f5_a_budget_of_too_many_generations_is_one_sentence(recipes):

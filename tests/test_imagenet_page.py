@@ -7,6 +7,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+import torch
+
 from finetune_mile.checkpoints.cards import SCRATCH, find_card
 from finetune_mile.networks.heads import build, new_head
 from finetune_mile.paper.tables.description import find_table, read_table
@@ -46,8 +48,10 @@ def check_points():
 @cache
 def sizes_of(arch, padding, size):
     """Numbers in a network, and bytes that it keeps of an image in bf16."""
-    network = build(arch, padding=padding)
-    new_head(network, 1000, "prior")
+    with torch.device("meta"):  # no numbers are needed
+        network = build(arch, padding=padding)
+        new_head(network, 1000, "prior")
+    network.to_empty(device="cpu")
     return numbers_in(network), kept_per_image(network, size, half=True)
 
 

@@ -63,7 +63,7 @@ finetune-mile run --init 'trained_models/byol/1a2b/byol-1a2b-ep=399.ckpt' --reci
   the cards, and say `--set 'mean=[0.4914,0.4822,0.4465]' --set 'std=[0.247,0.243,0.261]'`.
 - **Recipe**: on your own images `finetune.yaml` is taken. On ImageNet name the one of the method, as above:
   `ssl/byol`, `ssl/simclr`, `ssl/mocov2` (also for MoCo-v2+), `ssl/swav`; `ssl/any` for the others.
-- **Where to get files**: solo-learn took its files off the net in April 2026. The 52 cards `solo-*` keep its list of
+- **Where to get files**: solo-learn took its files off the net in April 2026. The cards `solo-*` keep its list of
   ResNets: method, data, network, epochs and published accuracy. If you have one of the files, `--init FILE` loads it.
 
 ## On top of VISSL weights

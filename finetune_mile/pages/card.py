@@ -24,6 +24,7 @@ MEASURES = (
 )
 LIBRARY = {"own": "finetune_mile", "timm": "timm", "hf": "transformers", "onnx": "onnx", "torch": "pytorch"}
 UNKNOWN = dict.fromkeys(("method", "data", "init", "licence"), "unknown")
+TEMPLATES = Environment(loader=PackageLoader("finetune_mile.pages"), trim_blocks=True, keep_trailing_newline=True)
 
 
 def public_name(init: str) -> str:
@@ -64,5 +65,4 @@ def model_card(
         },
         "smooth": facts.get("antialias", True) and facts["interpolation"] != "nearest",
     }  # fmt: skip
-    pages = Environment(loader=PackageLoader("finetune_mile.pages"), trim_blocks=True, keep_trailing_newline=True)
-    return pages.get_template("card.md").render(values)
+    return TEMPLATES.get_template("card.md").render(values)

@@ -39,12 +39,12 @@ CLASS_COLUMNS = {  # of per_class.csv, in the table of classes
     "precision@0.25": "precision at 0.25, %", "recall@0.25": "recall, %", "f1@0.25": "F1, %",
 }  # fmt: skip
 MOST_CLASSES = 1000  # in that table
+TEMPLATES = Environment(loader=PackageLoader("finetune_mile.pages"), autoescape=select_autoescape())
 
 
 def render(template: str, **values: object) -> str:
     """A page from finetune_mile/pages/templates."""
-    pages = Environment(loader=PackageLoader("finetune_mile.pages"), autoescape=select_autoescape())
-    return pages.get_template(template).render(values)
+    return TEMPLATES.get_template(template).render(values)
 
 
 def write_page(path: Path, template: str, **values: object) -> None:

@@ -70,6 +70,11 @@ def state_of(contents: Contents) -> list[tuple[str, int, tuple[int, ...], int]]:
     return [(path, id(tensor), tuple(tensor.shape), tensor._version) for path, tensor in leaves(contents.tree)]
 
 
+@pytest.fixture(scope="module")
+def every_sample() -> list[Contents]:
+    return [sample() for sample in SAMPLES.values()]
+
+
 def test_every_adapter_has_a_sample() -> None:
     assert set(SAMPLES) | ELSEWHERE == set(ADAPTERS)
 
@@ -84,9 +89,9 @@ class TestContract:
         before = list(ADAPTERS)[: list(ADAPTERS).index(name)]
         assert [b for b in before if ADAPTERS[b].recognise(contents)] == []
 
-    def test_its_mark_is_in_every_file_that_it_recognises(self, name: str) -> None:
+    def test_its_mark_is_in_every_file_that_it_recognises(self, name: str, every_sample: list[Contents]) -> None:
         """A file without the mark is never shown to `recognise`."""
-        for contents in (sample() for sample in SAMPLES.values()):
+        for contents in every_sample:
             if ADAPTERS[name].recognise(contents) is not None:
                 assert re.search(ADAPTERS[name].mark, names_of(contents), re.MULTILINE)
 

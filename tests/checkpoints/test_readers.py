@@ -206,32 +206,35 @@ def user_function() -> None:
     raise AssertionError("called")
 
 
-def ordinary_objects() -> dict[str, object]:
-    """What people keep beside their weights: settings, metrics, generators, and the methods of mmengine's buffers."""
-    import torchmetrics
+def metric() -> object:
+    import torchmetrics  # takes seconds, so not where tests are collected
 
-    return {
-        "partial": functools.partial(torch.nn.LayerNorm, eps=1e-6),
-        "partial of a user's function": functools.partial(user_function, 3),
-        "torch's version": torch.__version__,
-        "torchmetrics": torchmetrics.MeanMetric(),
-        "method, as in mmengine's HistoryBuffer": History.mean,
-        "torch generator": torch.Generator(),
-        "numpy generator": np.random.default_rng(0),
-        "numpy objects": np.array([None, "a"], dtype=object),
-        "numpy text": np.array(["a", "b"]),
-        "ellipsis": ...,
-        "itemgetter": operator.itemgetter(1),
-        "torch function": torch.nn.functional.relu,
-        "sparse": torch.ones(2, 2).to_sparse(),
-    }
+    return torchmetrics.MeanMetric()
+
+
+# What people keep beside their weights: settings, metrics, generators, and the methods of mmengine's buffers.
+ORDINARY = {
+    "partial": lambda: functools.partial(torch.nn.LayerNorm, eps=1e-6),
+    "partial of a user's function": lambda: functools.partial(user_function, 3),
+    "torch's version": lambda: torch.__version__,
+    "torchmetrics": metric,
+    "method, as in mmengine's HistoryBuffer": lambda: History.mean,
+    "torch generator": torch.Generator,
+    "numpy generator": lambda: np.random.default_rng(0),
+    "numpy objects": lambda: np.array([None, "a"], dtype=object),
+    "numpy text": lambda: np.array(["a", "b"]),
+    "ellipsis": lambda: ...,
+    "itemgetter": lambda: operator.itemgetter(1),
+    "torch function": lambda: torch.nn.functional.relu,
+    "sparse": lambda: torch.ones(2, 2).to_sparse(),
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize("name", sorted(ordinary_objects()))
+@pytest.mark.parametrize("name", sorted(ORDINARY))
 def test_ordinary_objects_beside_the_weights_are_inert(tmp_path, name, protocol):
-    thing = {"state_dict": {"w": torch.arange(3.0)}, "hyper_parameters": {"x": ordinary_objects()[name]}}
+    thing = {"state_dict": {"w": torch.arange(3.0)}, "hyper_parameters": {"x": ORDINARY[name]()}}
     torch.save(thing, tmp_path / "x.ckpt", pickle_protocol=protocol)
     tree = read(tmp_path / "x.ckpt").tree
     assert torch.equal(tree["state_dict"]["w"], torch.arange(3.0))

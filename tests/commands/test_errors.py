@@ -14,6 +14,7 @@ from finetune_mile.cli import main
 from finetune_mile.config.weights_flags import EXAMPLES
 from finetune_mile.core.files import shipped
 from finetune_mile.core.problems import Failed
+from finetune_mile.run import main as run_main
 
 CASES = {
     "unknown flag": (["--fractoin", "0.1"], "did you mean --fraction?"),
@@ -47,13 +48,23 @@ def run(*flags, cwd):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_one_sentence(case, tmp_path):
+def test_bad_input_is_one_sentence(case, tmp_path, monkeypatch, capsys):
+    flags, sentence = CASES[case]
+    monkeypatch.chdir(tmp_path)
+    assert run_main(flags) == 2
+    told = capsys.readouterr().err
+    assert sentence in told
+    assert all(line.startswith("error: ") for line in told.splitlines())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("case", ["unknown flag", "k_t", "missing directory"])
+def test_bad_input_ends_the_command(case, tmp_path):
     flags, sentence = CASES[case]
     done = run(*flags, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
-    assert all(line.startswith("error: ") for line in done.stderr.splitlines())
     assert not list(tmp_path.iterdir())
 
 

@@ -135,14 +135,14 @@ def test_a_run_scores_as_it_did_and_is_compared_image_by_image(run_demo, tmp_pat
     evaluate("--logits", out / "logits.parquet", "--compare", out / "logits.parquet", "--out", tmp_path / "again")
     assert results(tmp_path / "again") == found, "the set rule and rho of the run travel with its logits"
     weights = runs[0] / "export/model.safetensors"
-    evaluate("--model", weights, "--data", "demo:400", "--out", tmp_path / "file", "--draws", 0)
+    evaluate("--model", weights, "--data", "demo:200", "--out", tmp_path / "file", "--draws", 0)
     assert results(tmp_path / "file")["accuracy"] == before["accuracy"]
     assert "accuracy_low" not in results(tmp_path / "file")
-    evaluate("--model", weights, "--data", "demo:400", "--out", out, expect=2)
+    evaluate("--model", weights, "--data", "demo:200", "--out", out, expect=2)
     assert "use --overwrite" in capsys.readouterr().err
-    evaluate("--model", weights, "--data", "demo:400", "--out", out, "--overwrite", "--draws", 0)
+    evaluate("--model", weights, "--data", "demo:200", "--out", out, "--overwrite", "--draws", 0)
     assert not (out / "comparison.json").exists(), "nothing of the old evaluation stays"
-    evaluate("--model", weights, "--data", "demo:400", "--out", runs[0], "--overwrite", expect=2)
+    evaluate("--model", weights, "--data", "demo:200", "--out", runs[0], "--overwrite", expect=2)
     assert "not an evaluation" in capsys.readouterr().err
     evaluate("--logits", out / "logits.parquet", "--compare", runs[1], "--data", "demo:40", expect=2)
     assert "must have seen the same images" in capsys.readouterr().err

@@ -52,7 +52,7 @@ def test_checkpoints_stay_where_the_end_of_a_run_could_not_be_written(tmp_path, 
     assert not [*(tmp_path / "run/checkpoints").glob("step-*.pt")]
 
 
-def test_a_run_leaves_everything_behind(tmp_path, capsys):
+def test_a_run_leaves_everything_behind(tmp_path, capsys, rendered):
     out = tmp_path / "run"
     settings = ["mile.warmup=0", "evaluate.images=40"]
     flags = [

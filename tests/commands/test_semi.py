@@ -65,9 +65,9 @@ def test_each_imitation_batch_has_its_labelled_share(run_demo, seen, semi):
 
 
 def test_a_stop_while_the_teacher_labels_changes_nothing(run_demo, tmp_path, monkeypatch, seen):
-    monkeypatch.setattr(labelling, "BLOCK", 64)
+    monkeypatch.setattr(labelling, "BLOCK", 32)
     whole = run_demo("whole", *CYCLE)
-    assert seen["blocks"] == [(g, size) for g in (0, 1) for size in (64,) * 6 + (16,)]
+    assert seen["blocks"] == [(g, size) for g in (0, 1) for size in (32,) * 6 + (8,)]
     assert [p.name for p in (whole / "pseudo_labels").iterdir()] == ["generation-1"], "old ones are removed"
     seen["blocks"].clear()
     write = labelling._write
@@ -84,7 +84,7 @@ def test_a_stop_while_the_teacher_labels_changes_nothing(run_demo, tmp_path, mon
     monkeypatch.setattr(labelling, "_write", write)
     seen["blocks"].clear()
     assert main(["--resume", str(killed)]) == 0
-    assert seen["blocks"] == [(1, 64)] * 3 + [(1, 16)], "only what is missing"
+    assert seen["blocks"] == [(1, 32)] * 3 + [(1, 8)], "only what is missing"
     assert same(killed, whole)
     assert losses(killed) == losses(whole)
 
@@ -92,7 +92,7 @@ def test_a_stop_while_the_teacher_labels_changes_nothing(run_demo, tmp_path, mon
 def test_a_resume_inside_an_imitation_reads_the_labels_and_distrusts_strange_ones(
     run_demo, tmp_path, monkeypatch, stop_at, seen
 ):
-    monkeypatch.setattr(labelling, "BLOCK", 200)
+    monkeypatch.setattr(labelling, "BLOCK", 100)
     whole, stopped = run_demo("whole", *SOFT), tmp_path / "stopped"
     stop_at(5)  # the first step of the first imitation
     assert main([*SOFT, "--out", str(stopped)]) == 143
@@ -103,7 +103,7 @@ def test_a_resume_inside_an_imitation_reads_the_labels_and_distrusts_strange_one
     first.write_bytes(second.read_bytes())  # whole, but of other images
     seen["blocks"].clear()
     assert main(["--resume", str(stopped)]) == 0
-    assert seen["blocks"] == [(0, 200), (1, 200), (1, 200)]
+    assert seen["blocks"] == [(0, 100), (1, 100), (1, 100)]
     assert same(stopped, whole)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from photos import make_photos, photo, tar_of, write_folder, write_shards
 from PIL import Image
+from shortcuts import refused
 
 from finetune_mile.cli import main
 from finetune_mile.core.problems import BadImage, Problem
@@ -69,7 +70,7 @@ def test_f4_doctor_finds_a_fifo(folder, capsys):
 
 def test_f4_a_fifo_among_the_photos_of_mosaics_is_one_sentence(folder):
     os.mkfifo(folder / "train/n01440764/x.JPEG")
-    with pytest.raises(Problem, match=r"--data mosaic: n01440764/x\.JPEG cannot be used \(cannot be read: not a reg"):
+    with refused("--data mosaic", "n01440764/x.JPEG", "not a reg"):
         load_data(f"mosaic:{folder}?train=4&val=4")
 
 
@@ -137,7 +138,7 @@ def test_f4_other_formats_have_a_limit_too(monkeypatch, kind):
 def test_f4_a_fifo_as_tar_is_one_sentence(tmp_path):
     root = write_shards(tmp_path / "shards", make_photos())
     os.mkfifo(root / "train-000009.tar")
-    with pytest.raises(Problem, match=r"train-000009\.tar: cannot be read \(not a regular file"):
+    with refused("train-000009.tar", "not a regular file"):
         load_data(f"wds:{root}")
 
 
@@ -197,7 +198,7 @@ def test_f4_a_fifo_as_list_is_one_sentence(tmp_path, scheme, file):
 def test_f4_a_class_number_without_bound_is_one_sentence(tmp_path, text):
     members = [(f"{i}.jpg", photo(i)) for i in range(4)] + [(f"{i}.cls", str(i % 2).encode()) for i in range(3)]
     (tmp_path / "train-0.tar").write_bytes(tar_of([*members, ("3.cls", text)]))
-    with pytest.raises(Problem, match=r"train-0\.tar: 3\.cls holds .*: class numbers go up to 999,999"):
+    with refused("train-0.tar", "3.cls", "999,999"):
         load_data(f"wds:{tmp_path}")
 
 
@@ -216,7 +217,7 @@ def test_f4_a_label_without_bound_in_a_table_is_one_sentence(tmp_path, monkeypat
 
 def test_f4_a_note_of_gigabytes_is_one_sentence(tmp_path):
     (tmp_path / "train-0.tar").write_bytes(tar_of([("0.jpg", photo(0)), ("0.json", b" " * (2**20 + 1) + b"{}")]))
-    with pytest.raises(Problem, match=r"train-0\.tar: 0\.json is larger than 1 MB"):
+    with refused("train-0.tar", "0.json", "1 MB"):
         load_data(f"wds:{tmp_path}")
 
 
@@ -226,7 +227,7 @@ def test_f4_a_packed_list_that_explodes_is_one_sentence(tmp_path, monkeypatch, e
     monkeypatch.setattr(name_lists, "LARGEST_LIST", 2**20)
     path = tmp_path / f"list.txt.{ending}"
     path.write_bytes((lzma if ending == "xz" else gzip).compress(bytes(2**22)))
-    with pytest.raises(Problem, match=rf"--split .*list\.txt\.{ending}: cannot be read .*larger than 1 MB"):
+    with refused("--split", f"list.txt.{ending}", "1 MB"):
         name_lists.read_list(path)
 
 
@@ -237,7 +238,7 @@ def test_a_packed_list_of_several_parts_is_read(tmp_path):
 
 def test_f4_names_with_many_slashes_cost_little(tmp_path):
     (tmp_path / "split.json").write_text(json.dumps({"ids": ["x" + "/" * 50_000]}))
-    with pytest.raises(Problem, match="names 1 of 1 images that the data lacks: x/") as caught:
+    with refused("1 of 1 images", "lacks: x/") as caught:
         name_lists.find(name_lists.read_list(tmp_path / "split.json"), ["a/1.jpg"], "--split split.json")
     assert len(str(caught.value)) < 300
     (tmp_path / "split.json").write_text("[" * 100_000)

@@ -23,6 +23,7 @@ from photos import (
     write_shards,
     write_tars,
 )
+from shortcuts import refused
 
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
@@ -138,7 +139,7 @@ def test_a_flat_validation_folder_takes_its_labels_from_a_file(tmp_path, photos,
     (tmp_path / "val").mkdir()
     for _, file, data in every(photos, "val"):
         (tmp_path / "val" / file).write_bytes(data)
-    with pytest.raises(Problem, match=r"one flat folder or tar.*devkit.*LOC_val_solution.csv.*labels=FILE"):
+    with refused("flat folder or tar", "devkit", "LOC_val_solution.csv", "labels=FILE"):
         load_data(f"imagenet:{tmp_path}")
     rows = every(photos, "val")
     labels = tmp_path / "mine.csv"
@@ -148,7 +149,7 @@ def test_a_flat_validation_folder_takes_its_labels_from_a_file(tmp_path, photos,
     assert flat.val.given.equal(folders.val.given)
     assert flat.val.read(5).equal(folders.val.read(5))
     labels.write_text("file,label\n" + "".join(f"{file},{name}\n" for name, file, _ in rows[1:]))
-    with pytest.raises(Problem, match=r"no label for 1 of 9 images: ILSVRC2012_val_00000001.JPEG"):
+    with refused("label", "1 of 9 images", "ILSVRC2012_val_00000001.JPEG"):
         load_data(f"imagenet:{tmp_path}?labels={labels}")
     labels.write_text("file,label\n" + "".join(f"{file},dog\n" for _, file, _ in rows))
     with pytest.raises(Problem, match="9 files an unknown class"):
@@ -199,7 +200,7 @@ def test_hub_style_lists_of_labels(tmp_path):
     (tmp_path / "sets").mkdir()
     datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "sets/train.parquet")
     datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "sets/test.parquet")
-    with pytest.raises(Problem, match=r"no label column among photo, tags, n; name it with \?label=COLUMN"):
+    with refused("label column", "photo, tags, n", "?label=COLUMN"):
         load_data(f"hf:{tmp_path / 'sets'}")
     data = load_data(f"hf:{tmp_path / 'sets'}?label=tags")
     assert data.classes == ("x", "y", "z")
@@ -341,7 +342,7 @@ def test_folders_that_cannot_work(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(scans.os, "scandir", refuse)
-    with pytest.raises(Problem, match=r"the folder .*one.* cannot be read \(Permission denied\)"):
+    with refused("folder", "one", "Permission denied"):
         load_data(str(tmp_path / "one"))
 
 
@@ -373,7 +374,7 @@ def test_a_tar_that_is_cut_off(cut, tmp_path, photos):
     data = path.read_bytes()
     end = len(data.rstrip(b"\0")) // 512 * 512 + 512 if cut == "mark" else int(len(data) * cut)
     path.write_bytes(data[:end])
-    with pytest.raises(Problem, match=r"ILSVRC2012_img_train.tar: the tar file is cut off"):
+    with refused("ILSVRC2012_img_train.tar", "cut off"):
         load_data(f"imagenet:{root}")
 
 
@@ -419,7 +420,7 @@ def test_what_datasets_cannot_load_is_one_sentence(tmp_path, monkeypatch):
 
 
 def test_imagenet_where_there_is_none(tmp_path):
-    with pytest.raises(Problem, match=r"found neither train/ and val/ folders nor ILSVRC2012_img_train.tar"):
+    with refused("train/", "val/", "ILSVRC2012_img_train.tar"):
         load_data(f"imagenet:{tmp_path}")
 
 

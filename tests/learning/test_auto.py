@@ -234,7 +234,7 @@ def test_calibration_images_are_in_no_pool():
 
 
 def test_a_class_with_one_image_keeps_it():
-    images = load("400").train
+    images = load("200").train
     alone = int((images.given == 3).nonzero()[0])
     images.given[(images.given == 3).nonzero().flatten()[1:]] = 4
     pools = hold_out(make_pools(images, 1.0, 0), 0.05, 0)

@@ -30,7 +30,7 @@ def naive_mile(letters, *, imitate_from, rho=0.1, batch=8, lr=2e-3):
         ],
         betas=(0.9, 0.999),
     )
-    data = load("400").train
+    data = load("200").train
     how = SCRATCH.preprocess.model_copy(update={"size": 24})
     views = Views(data, how, Augmentation(crop="shift", scale=(0.08, 1.0), shift=1, flip=False), 0)
     order = Order(torch.arange(len(data)).numpy(), 0)
@@ -134,7 +134,7 @@ def test_labels_once_per_cycle_equal_labels_per_batch_without_augmentation(run_d
 
 
 def test_accumulation_is_the_same_batch_in_parts(run_demo):
-    flags = [*SHORT_MILE, "--arch", "resnet-demo-gn"]  # batch norm would see smaller batches
+    flags = [*SHORT_MILE, "--steps", "12", "--arch", "resnet-demo-gn"]  # batch norm would see smaller batches
     one = run_demo("one", *flags)
     parts = run_demo("parts", *flags, "--set", "accumulate=4")
     assert losses(parts) == pytest.approx(losses(one), rel=1e-3)

@@ -115,7 +115,7 @@ def test_the_run_equals_a_naive_loop(run_demo):
     )
     torch.manual_seed(0)
     network, _, _ = load_network("none", arch="resnet-demo", num_classes=10, head_bias="prior")
-    optimizer, data = torch.optim.SGD(network.train().parameters(), lr=0.01), load("400").train
+    optimizer, data = torch.optim.SGD(network.train().parameters(), lr=0.01), load("200").train
     how = SCRATCH.preprocess.model_copy(update={"size": 24})
     views = Views(data, how, Augmentation(crop="none", scale=(1, 1), shift=0, flip=False), 0)
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (how.mean, how.std))

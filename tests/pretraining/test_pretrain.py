@@ -138,7 +138,7 @@ def test_images_that_are_not_kept_give_the_same(tmp_path, whole):
     assert equal(whole("simclr"), streamed)
 
 
-def test_small_views(tmp_path):
+def test_small_views(tmp_path, rendered):
     local = "swav.local_views={count: 2, size: 12, area: [0.1, 0.4]}"
     run = pretrain(tmp_path / "run", *SHORT, "--steps", "2", "--method", "swav", "--set", local)
     assert len(losses(run)) == 2
