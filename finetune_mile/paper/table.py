@@ -15,7 +15,7 @@ from finetune_mile.config.resolve import set_settings
 from finetune_mile.core.cores import usable_cores
 from finetune_mile.core.files import locked
 from finetune_mile.core.problems import Problem
-from finetune_mile.paper.tables.description import EXTRA, find_table, quick_table, read_table, shipped_tables
+from finetune_mile.paper.tables.description import EXTRA, find_table, read_table, shipped_tables
 from finetune_mile.paper.tables.runs import (
     LAUNCH,
     Job,
@@ -86,9 +86,7 @@ def main(argv: list[str]) -> int:
     from finetune_mile.paper.tables.writing import write_extra, write_ledger
 
     path = find_table(options.name)
-    table = read_table(path)
-    if options.quick:
-        table = quick_table(table)
+    table = read_table(path, quick=options.quick)
     folder = options.out or Path("docs/tables") / (path.stem + ("-quick" if options.quick else ""))
     if options.format:
         for file in write_extra(folder, table, options.format):

@@ -17,7 +17,7 @@ from rich.table import Table as RichTable
 from finetune_mile.checkpoints.cards import SCRATCH, find_card, list_cards
 from finetune_mile.core.problems import Problem
 from finetune_mile.paper.table import settings_of
-from finetune_mile.paper.tables.description import find_table, quick_table, read_table
+from finetune_mile.paper.tables.description import find_table, read_table
 from finetune_mile.paper.tables.runs import RunKey, RunState, make_jobs, resolve_all, states_of
 from finetune_mile.training.display import duration, wide_console
 
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 def plan_table(name: str, runs: Path | None, sets: Sequence[str], *, quick: bool) -> int:
     """Print what a table would take; 1 where no cell could be priced."""
-    table = read_table(find_table(name))
-    if quick:
-        table = quick_table(table)
+    table = read_table(find_table(name), quick=quick)
     runs = runs or Path(table.runs)
     jobs = make_jobs(table, runs, settings_of(list(sets)))
     states = states_of(jobs, resolve_all(jobs), runs)

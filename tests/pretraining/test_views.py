@@ -3,7 +3,7 @@
 import torch
 
 from finetune_mile.paper.pretraining.recipe import ViewSettings
-from finetune_mile.paper.pretraining.views import DRAWS, ViewKind, colour_matrices, draw, make_view
+from finetune_mile.paper.pretraining.views import DRAWS, colour_matrices, draw, make_view
 
 STILL = {
     "area": (1.0, 1.0), "aspect": (1.0, 1.0), "shift": 0, "turn": 0, "flip": 0, "jitter": 0, "brightness": 0,
@@ -15,9 +15,9 @@ WILD = STILL | {
 }  # fmt: skip
 
 
-def kind(size=12, area=None, **changes):
+def kind(size=12, **changes):
     how = ViewSettings.model_validate(STILL | changes)
-    return ViewKind(how=how, area=area or how.area, size=size)
+    return how, size
 
 
 def photos(count=6, side=12):
@@ -26,41 +26,41 @@ def photos(count=6, side=12):
 
 def test_without_strength_a_view_is_the_image():
     images = photos()
-    found = make_view(images, draw(0, [(0, i) for i in range(6)], 0), kind())
+    found = make_view(images, draw(0, [(0, i) for i in range(6)], 0), *kind())
     assert torch.allclose(found, images / 255, atol=1e-5)
 
 
 def test_a_view_depends_on_its_key_and_not_on_its_batch():
     images, keys, wild = photos(), [(3, i) for i in range(6)], kind(**WILD)
-    whole = make_view(images, draw(1, keys, 0), wild)
-    parts = [make_view(images[a:b], draw(1, keys[a:b], 0), wild) for a, b in ((0, 1), (1, 6))]
+    whole = make_view(images, draw(1, keys, 0), *wild)
+    parts = [make_view(images[a:b], draw(1, keys[a:b], 0), *wild) for a, b in ((0, 1), (1, 6))]
     assert torch.allclose(torch.cat(parts), whole, atol=1e-6)
     for other in (draw(1, keys, 1), draw(2, keys, 0), draw(1, [(4, i) for i in range(6)], 0)):
-        assert float((make_view(images, other, wild) - whole).abs().mean()) > 0.01
+        assert float((make_view(images, other, *wild) - whole).abs().mean()) > 0.01
 
 
 def test_every_view_stays_in_range_and_has_its_size():
-    found = make_view(photos(64), draw(0, [(0, i) for i in range(64)], 0), kind(size=7, **WILD))
+    found = make_view(photos(64), draw(0, [(0, i) for i in range(64)], 0), *kind(size=7, **WILD))
     assert found.shape == (64, 3, 7, 7)
     assert 0 <= float(found.min()) < float(found.max()) <= 1
 
 
 def test_flip_mirrors():
     images = photos()
-    found = make_view(images, draw(0, [(0, i) for i in range(6)], 0), kind(flip=1))
+    found = make_view(images, draw(0, [(0, i) for i in range(6)], 0), *kind(flip=1))
     assert torch.allclose(found, (images / 255).flip(-1), atol=1e-5)
 
 
 def test_crops_stay_inside_the_image():
     """On a white image a crop that left it would show black."""
     white = torch.full((50, 3, 16, 16), 255, dtype=torch.uint8)
-    found = make_view(white, draw(0, [(0, i) for i in range(50)], 0), kind(area=(0.2, 0.8)))
+    found = make_view(white, draw(0, [(0, i) for i in range(50)], 0), *kind(area=(0.2, 0.8)))
     assert float(found[:, :, 1:-1, 1:-1].min()) > 0.999
 
 
 def test_grey_has_no_colour_and_keeps_brightness():
     images = photos()
-    found = make_view(images, draw(0, [(0, i) for i in range(6)], 0), kind(grey=1))
+    found = make_view(images, draw(0, [(0, i) for i in range(6)], 0), *kind(grey=1))
     assert torch.allclose(found[:, 0], found[:, 1], atol=1e-3)
     assert torch.allclose(found[:, 0], found[:, 2], atol=1e-3)
     luma = (images / 255 * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1)
@@ -78,6 +78,6 @@ def test_noise_has_its_strength():
     grey = torch.full((200, 3, 16, 16), 128, dtype=torch.uint8)
     draws = draw(0, [(0, i) for i in range(200)], 0)
     assert draws.shape == (200, DRAWS)
-    found = make_view(grey, draws, kind(size=16, noise=0.1)) - 128 / 255
+    found = make_view(grey, draws, *kind(size=16, noise=0.1)) - 128 / 255
     assert torch.allclose(found[:, 0].flatten(1).std(1), 0.1 * draws[:, 13], atol=0.02)
     assert abs(float(found.mean())) < 0.003

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from shortcuts import ROOT
 
-from finetune_mile.paper.tables.description import find_table, quick_table, read_table
+from finetune_mile.paper.tables.description import find_table, read_table
 from finetune_mile.paper.tables.runs import make_jobs, records_of, resolve_all, states_of
 from finetune_mile.paper.tables.writing import markdown, plotted_hash, read_ledger
 
@@ -20,8 +20,7 @@ TABLES = sorted((ROOT / "recipes/tables").glob("*.yaml"))
 def recompute(folder):
     """The ledger and the runs of a committed folder."""
     head = json.loads((folder / "prices.json").read_text(encoding="utf-8"))
-    table = read_table(find_table(head["table"]))
-    return read_ledger(folder, quick_table(table) if head["quick"] else table)
+    return read_ledger(folder, read_table(find_table(head["table"]), quick=head["quick"]))
 
 
 @pytest.mark.parametrize("folder", LEDGERS, ids=lambda p: p.name)

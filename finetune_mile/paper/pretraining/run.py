@@ -36,7 +36,7 @@ from finetune_mile.networks.heads import build
 from finetune_mile.pages.report import INK, embed, plot_figure, png_of, write_page
 from finetune_mile.paper.pretraining.methods import METHODS, Learner
 from finetune_mile.paper.pretraining.recipe import Pretrain
-from finetune_mile.paper.pretraining.views import SEEDS, ViewKind, draw, make_view
+from finetune_mile.paper.pretraining.views import SEEDS, draw, make_view
 from finetune_mile.training import resume
 from finetune_mile.training.display import Display
 from finetune_mile.training.folder import RunFolder, open_on_main, requested_settings
@@ -117,11 +117,12 @@ class PretrainSetup:
     def views(self, images: Tensor, keys: list[Key]) -> list[Tensor]:
         """All views, floats in [0, 1], of images (B, 3, S, S) uint8: two large ones, then the small ones."""
         device, settings, local = self.device.accelerator.device, self.recipe.views, self.recipe.local_views
-        kinds = [ViewKind(how=settings, area=settings.area, size=self.recipe.size or 1)] * 2
-        kinds += [ViewKind(how=settings, area=local.area, size=local.size)] * local.count if local else []
+        kinds = [(settings, self.recipe.size or 1)] * 2
+        if local is not None:
+            kinds += [(settings.model_copy(update={"area": local.area}), local.size)] * local.count
         images = images.to(device, non_blocking=True)
         draws = (draw(self.recipe.seed, keys, view).to(device) for view in range(len(kinds)))
-        return [make_view(images, d, kind) for d, kind in zip(draws, kinds, strict=True)]
+        return [make_view(images, d, *kind) for d, kind in zip(draws, kinds, strict=True)]
 
     def rate(self, step: int) -> float:
         """The share of the base learning rate that step `step` (from 0) is taken with."""

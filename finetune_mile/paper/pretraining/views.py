@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, conv2d, grid_sample, pad
 
 from finetune_mile.images.order import Key, uniforms
-from finetune_mile.paper.pretraining.recipe import Limits, ViewSettings
+from finetune_mile.paper.pretraining.recipe import ViewSettings
 
 SEEDS = 16  # one seed of a run is so many of the draws: the order of the images, then each view
 DRAWS = 18
@@ -25,45 +24,37 @@ LUMA = (0.299, 0.587, 0.114)
 YIQ = (LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ViewKind:
-    """The kind of one view."""
-
-    how: ViewSettings
-    area: Limits
-    size: int
-
-
 def draw(seed: int, keys: Sequence[Key], view: int) -> Tensor:
     """Uniform numbers (B, DRAWS) for view number `view` of the images of `keys`."""
     epochs, samples = np.array(keys, dtype=np.int64).reshape(-1, 2).T
     return torch.from_numpy(uniforms(SEEDS * seed + 1 + view, epochs, samples, DRAWS)).float()
 
 
-def make_view(images: Tensor, draws: Tensor, kind: ViewKind) -> Tensor:
+def make_view(images: Tensor, draws: Tensor, how: ViewSettings, size: int) -> Tensor:
     """One view (B, 3, s, s), floats in [0, 1], of each image.
 
     Args:
         images: (B, 3, S, S) uint8.
         draws: (B, DRAWS) in [0, 1), on the device of the images.
-        kind: strengths and size.
+        how: strengths.
+        size: s.
     """
-    how, d = kind.how, draws
-    floats = images.to(torch.float32).div_(255.0)
-    shape = (len(images), 3, kind.size, kind.size)
-    grid = affine_grid(placement(d, how, kind.area), list(shape), align_corners=False)
+    d, floats = draws, images.to(torch.float32).div_(255.0)
+    shape = (len(images), 3, size, size)
+    grid = affine_grid(placement(d, how), list(shape), align_corners=False)
     view = grid_sample(floats, grid, align_corners=False)
     if how.blur:
         view = blurred(view, torch.where(d[:, 11] < how.blur, d[:, 12], 0.0))
     view = recoloured(view, d, how)
     if how.noise:
-        view += noise(d[:, 13], d[:, 14], how.noise, kind.size)
+        view += noise(d[:, 13], d[:, 14], how.noise, size)
     return view.clamp_(0, 1)
 
 
-def placement(d: Tensor, how: ViewSettings, area: Limits) -> Tensor:
+def placement(d: Tensor, how: ViewSettings) -> Tensor:
     """Affine maps (B, 2, 3) from a view's coordinates to the image's, both in [-1, 1]."""
-    side = (area[0] + (area[1] - area[0]) * d[:, 0]).sqrt()
+    smallest, largest = how.area
+    side = (smallest + (largest - smallest) * d[:, 0]).sqrt()
     low, high = (math.log(a) / 2 for a in how.aspect)
     stretch = (low + (high - low) * d[:, 1]).exp()
     width, height = side * stretch, side / stretch

@@ -204,8 +204,8 @@ def find_table(name: str) -> Path:
     raise Problem(f"table {name}: no such table or file; {did_you_mean(name, names)}")
 
 
-def read_table(path: Path) -> Table:
-    """Read and check a description; the `Problem` lists everything that is wrong with it."""
+def read_table(path: Path, *, quick: bool = False) -> Table:
+    """Read and check a description, or its short form; the `Problem` lists everything that is wrong with it."""
     try:
         table = Table.model_validate(read_yaml(path))
     except ValidationError as error:
@@ -216,7 +216,7 @@ def read_table(path: Path) -> Table:
         raise Problem(*(f"table {path.name}: {sentence}" for sentence in wrong)) from error
     if wrong := wrong_with(table):
         raise Problem(*(f"table {path.name}: {sentence}" for sentence in wrong))
-    return table
+    return quick_table(table) if quick else table
 
 
 # ------------------------------------------------------------------------------- references, all at once
