@@ -164,9 +164,9 @@ def _behind_prefix(contents: Contents, located: Located) -> Detected:
         sample = ", ".join(sorted(paths)[:3])
         raise Problem(
             f"{located.source}: unknown format, and no ResNet or vision transformer behind any prefix (its "
-            f"{len(paths)} tensors are called {sample}, ...). If the names are timm's, say --arch timm:NAME; otherwise load the "
-            "network in Python and use finetune_mile.train(init=NETWORK) (docs/python.md). docs/checkpoints.md lists "
-            "the formats"
+            f"{len(paths)} tensors are called {sample}, ...). If the names are timm's, say --arch timm:NAME; otherwise "
+            "load the network in Python and use finetune_mile.train(init=NETWORK) (docs/python.md). "
+            "docs/checkpoints.md lists the formats"
         )
     chosen = choose(trunks, paths)
     if chosen is None:
