@@ -196,6 +196,8 @@ def resolve_tree(
     files = files_of(tree, path)
     plain = {key: value for file in reversed(files) for key, value in file.tree.items()}
     over = _flag_settings(given, str(given.get("method", plain.get("method"))), wrong) | set_settings(sets, wrong)
+    if "fractions" in plain and "fraction" not in model.model_fields:
+        wrong.append(f"recipe {path.name}: fractions: unknown key; this kind of recipe has no fraction of labels")
     lengths = LENGTHS if model.model_fields.keys() >= LENGTHS else frozenset()
     if lengths and all(key in over and over[key].value is not None for key in lengths):
         wrong.append("--steps and --epochs: give one of them")

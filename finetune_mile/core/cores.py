@@ -32,14 +32,11 @@ def quota(root: Path, own: Path) -> float:
         return 1e9
     found = [1e9]
     for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = root / controllers if controllers else root
-        inside = path.strip("/").split("/") if path.strip("/") else []
-        for depth in range(len(inside) + 1):
-            found.append(_cores(base.joinpath(*inside[:depth])))
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if not controllers or "cpu" in controllers.split(","):
+            base = root / controllers
+            own_group = base / path.strip("/")
+            found += [_cores(group) for group in (own_group, *own_group.parents) if group.is_relative_to(base)]
     return min(found)
 
 

@@ -58,3 +58,15 @@ def test_explain_says_who_said_what(capsys, tmp_path):
     assert any(line.split() == ["optimizer.lr", "0.01", "--lr"] for line in lines)
     assert any(line.split() == ["size", "24", "recipe"] for line in lines)
     assert not out.exists()
+
+
+def test_a_recipe_builds_on_another_and_has_no_fractions(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: pretrain/grids\nsteps: 3\n")
+    found = resolve({"recipe": str(path)}, [])
+    assert found.recipe == resolve({"steps": 3}, []).recipe
+    assert (found.said_by["steps"], found.said_by["seed"]) == ("recipe", "base grids.yaml")
+    path.write_text("base: pretrain/grids\nfractions: {0.1: {steps: 3}}\n")
+    assert "fractions: unknown key" in wrong("--recipe", str(path))
+    assert wrong("--set", "epochs=3").startswith("--set epochs: unknown key")
+    assert "required" not in wrong("--set", "epochs=3"), "steps are not replaced where there are no epochs"
