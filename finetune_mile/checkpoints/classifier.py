@@ -58,7 +58,8 @@ class ImageClassifier(nn.Module, ModelHubMixin):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W) in the convention of `preprocess` to logits (B, C)."""
-        return self.network(images)
+        logits: Tensor = self.network(images)
+        return logits
 
     @overload
     def predict(self, images: Picture) -> Labels: ...  # type: ignore[overload-overlap]  # text is a sequence too
@@ -162,4 +163,5 @@ class Renormalised(nn.Module):
         self.register_buffer("shift", (seen_mean - mean) / std)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(images * self.scale + self.shift)
+        logits: Tensor = self.network(images * self.scale + self.shift)
+        return logits

@@ -138,7 +138,8 @@ class OnPixels(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(3, 1, 1))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return self.network((pixels.float() / 255.0 - self.mean) / self.std)
+        logits: Tensor = self.network((pixels.float() / 255.0 - self.mean) / self.std)
+        return logits
 
 
 def traced(network: nn.Module, images: Tensor) -> torch.export.ExportedProgram:

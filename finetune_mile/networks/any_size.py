@@ -58,15 +58,19 @@ class AnySize(VisionTransformer):  # type: ignore[misc]
         """Patches (B, N, D) to tokens with class token, registers and positions."""
         old = self.patch_embed.grid_size
         if self.dynamic_img_size or x.shape[1] == math.prod(old):
-            return super()._pos_embed(x)
+            tokens: Tensor = super()._pos_embed(x)
+            return tokens
         side = math.isqrt(x.shape[1])
         if side * side != x.shape[1]:
             raise Problem("a vision transformer takes square images only")
         positions = resample(self.pos_embed, old, (side, side), self._prefix, self.resize)
         first = [token.expand(len(x), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         if self.no_embed_class:
-            return self.pos_drop(torch.cat([*first, x + positions], dim=1))
-        return self.pos_drop(torch.cat([*first, x], dim=1) + positions)
+            tokens = torch.cat([*first, x + positions], dim=1)
+        else:
+            tokens = torch.cat([*first, x], dim=1) + positions
+        tokens = self.pos_drop(tokens)
+        return tokens
 
     def set_image_size(self, size: int) -> None:
         """Resize the positions once, for square images."""

@@ -29,7 +29,8 @@ def build(arch: str, *, padding: Padding = "torch") -> nn.Module:
     if shape is not None:
         return ResNet(shape, padding=padding)
     if arch in SMALL:
-        return pkgutil.resolve_name(SMALL[arch])()
+        network: nn.Module = pkgutil.resolve_name(SMALL[arch])()
+        return network
     if arch.startswith(f"{SCHEME}:"):
         fix = "give the same network again, as in load_classifier(RUN, network=...)"
         return WithHead(copy.deepcopy(get_object(arch, "the network", fix)))
@@ -76,7 +77,8 @@ class OnFeatures(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Features (B, D) to logits (B, C)."""
-        return self.fc(self.norm(features))
+        logits: Tensor = self.fc(self.norm(features))
+        return logits
 
 
 class WithHead(nn.Module):
@@ -102,7 +104,8 @@ class WithHead(nn.Module):
                 f"--init {SCHEME}:{type(self.backbone).__name__}: it returns {shape or type(features).__name__}, "
                 f"expected features (B, {self.num_features}), as its num_features says"
             )
-        return self.fc(features)
+        logits: Tensor = self.fc(features)
+        return logits
 
 
 class StandardisedLinear(nn.Linear):

@@ -144,7 +144,8 @@ class SameMaxPool2d(nn.MaxPool2d):
     """3x3 max-pooling, stride 2, SAME padding; zeros are right after a ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(pad_same(x, 3, 2))
+        pooled: Tensor = super().forward(pad_same(x, 3, 2))
+        return pooled
 
 
 class TFShortcutPool(nn.Module):
@@ -202,11 +203,10 @@ class SelectiveBottleneck(Bottleneck):  # type: ignore[misc]
         self.relu, self.downsample = nn.ReLU(inplace=True), downsample
 
 
-def _block(arch: Arch, inputs: int, channels: int, stride: int, downsample: nn.Module | None) -> nn.Module:
+def _block(arch: Arch, inputs: int, channels: int, stride: int, downsample: nn.Module | None) -> Any:
     """A residual block: torchvision's, or one with selective kernels."""
-    block: Any
     if arch.sk:
-        block = SelectiveBottleneck(arch, inputs, channels, stride, downsample)
+        block: Any = SelectiveBottleneck(arch, inputs, channels, stride, downsample)
     else:
         kind = BasicBlock if arch.block == "basic" else Bottleneck
         norm = partial(_norm, arch)
@@ -276,7 +276,8 @@ class ResNet(nn.Module):
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for stage in range(len(self.arch.layers)):
             x = getattr(self, f"layer{stage + 1}")(x)  # torch 2.6 cannot export get_submodule
-        return self.fc(self.proj(torch.flatten(self.avgpool(x), 1)))
+        logits: Tensor = self.fc(self.proj(torch.flatten(self.avgpool(x), 1)))
+        return logits
 
 
 def _stem(arch: Arch) -> nn.Module:

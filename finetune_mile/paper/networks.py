@@ -25,7 +25,8 @@ class GridCNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, 3, S, S) to logits (B, C), or to features (B, D) where there is no head."""
-        return self.fc(self.hidden(self.trunk(x)))
+        logits: Tensor = self.fc(self.hidden(self.trunk(x)))
+        return logits
 
 
 class GridCell(nn.Module):
@@ -48,7 +49,8 @@ class GridCell(nn.Module):
         grey = self.resize(x.mean(1))
         side = grey.shape[-1] // CELLS
         cells = grey.unfold(1, side, side).unfold(2, side, side).flatten(0, 2).flatten(1)  # (B * 9, side * side)
-        return self.fc(self.hidden(unflatten(self.trunk(cells), 0, (x.shape[0], -1)).flatten(1)))
+        logits: Tensor = self.fc(self.hidden(unflatten(self.trunk(cells), 0, (x.shape[0], -1)).flatten(1)))
+        return logits
 
 
 class Mlp(nn.Module):
@@ -70,4 +72,5 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, 3, S, S) to logits (B, C), or to features (B, D) where there is no head."""
         x = self.pool(x).flatten(1)
-        return self.fc(self.relu(self.hidden2(self.relu(self.hidden1(x)))))
+        logits: Tensor = self.fc(self.relu(self.hidden2(self.relu(self.hidden1(x)))))
+        return logits

@@ -44,7 +44,8 @@ class MappedFile:
         """A range as a storage of its own: in place if aligned to `itemsize`, else copied."""
         self.check(start, count)
         if count and start % itemsize == 0:
-            return self._storage[start : start + count]
+            part: torch.UntypedStorage = self._storage[start : start + count]
+            return part
         copy = np.fromfile(self.path, dtype=np.uint8, count=count, offset=start)  # not through the map
         require(copy.size == count, "became shorter while it was read")
         return torch.from_numpy(copy).untyped_storage()
