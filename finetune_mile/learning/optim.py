@@ -97,17 +97,13 @@ def decay_groups(
         always_adapt: LARS adapts the rest also where it does not decay.
     """
     learning = [p for p in parameters if p.requires_grad]
-    groups: list[dict[str, object]] = []
-    for decayed in (False, True):
-        groups.append(
-            {
-                "params": [p for p in learning if (p.ndim > 1) == decayed],
-                "lr": lr,
-                "base_lr": lr,
-                "weight_decay": weight_decay if decayed else 0.0,
-                "always_adapt": decayed and always_adapt,
-            }
-        )
+    groups: list[dict[str, object]] = [
+        {
+            "params": [p for p in learning if (p.ndim > 1) == decayed], "lr": lr, "base_lr": lr,
+            "weight_decay": weight_decay if decayed else 0.0, "always_adapt": decayed and always_adapt,
+        }
+        for decayed in (False, True)
+    ]  # fmt: skip
     return [g for g in groups if g["params"]]
 
 
@@ -152,12 +148,11 @@ def make_optimizer(
         fused: SGD and Adam in one kernel. LARS has none: all tensors of a group together, where timm has that (1.0.31).
     """
     one_kernel = True if fused else None  # None: as torch chooses for the device
-    if name == "relative":
-        return torch.optim.AdamW(groups, lr=1.0, betas=(momentum, 0.999), eps=1e-12, fused=one_kernel)
     if name == "sgd":
         return torch.optim.SGD(groups, lr=1.0, momentum=momentum, nesterov=nesterov and momentum > 0, fused=one_kernel)
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=1.0, betas=(momentum, 0.999), fused=one_kernel)
+    if name in ("adamw", "relative"):
+        eps = 1e-12 if name == "relative" else 1e-8
+        return torch.optim.AdamW(groups, lr=1.0, betas=(momentum, 0.999), eps=eps, fused=one_kernel)
     from timm.optim import Lars
 
     together = {"foreach": True} if fused and "foreach" in signature(Lars).parameters else {}

@@ -171,7 +171,10 @@ def say_missing(recipe: Recipe, lines: Mapping[str, Any]) -> list[str]:
     on_disk = not any(name.startswith(f"{SCHEME}:") for name in (recipe.init, recipe.data))
     if recipe.init == "none" or not on_disk or score_of(lines) is not None:
         return []
-    return [f"Two lines to beat, a linear probe and k-NN of the checkpoint: {probe_command(recipe)}"]
+    given = (("init", recipe.init), ("data", recipe.data), ("arch", recipe.arch), ("size", recipe.size))
+    words = [word for name, value in given if value is not None for word in (f"--{name}", str(value))]
+    command = shlex.join(["finetune-mile", "probe", *words, "--fraction", f"{recipe.fraction:g}"])
+    return [f"Two lines to beat, a linear probe and k-NN of the checkpoint: {command}"]
 
 
 def write_labels(task: Task, found: Outputs, threshold: float | Tensor, path: Path) -> None:
@@ -273,10 +276,3 @@ def track_pictures(task: Task, scored: Scored, folder: RunFolder, trackers: list
             tracker.log_images(pictures, step=task.recipe.steps, dataformats="NHWC")
         elif hasattr(tracker, "log_images"):
             tracker.log_images(pictures, step=task.recipe.steps)
-
-
-def probe_command(recipe: Recipe) -> str:
-    """The command that scores the checkpoint of a run without training it."""
-    given = (("init", recipe.init), ("data", recipe.data), ("arch", recipe.arch), ("size", recipe.size))
-    words = [word for name, value in given if value is not None for word in (f"--{name}", str(value))]
-    return shlex.join(["finetune-mile", "probe", *words, "--fraction", f"{recipe.fraction:g}"])
