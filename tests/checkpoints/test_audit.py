@@ -10,6 +10,7 @@ import pytest
 import torch
 import torchvision
 from making import as_children, as_generator, as_tensorflow, flat, light, linear, torch_file, trunk, under
+from shortcuts import refused
 from torch import Tensor, nn
 
 import finetune_mile
@@ -173,13 +174,13 @@ def test_a_network_of_timm_is_loaded_by_the_way_that_the_message_names(tmp_path:
 
     network = own_network(lambda: timm.create_model("seresnet18", num_classes=0))
     torch.save(network.state_dict(), tmp_path / "x.pth")
-    with pytest.raises(Problem, match=r"layer1\.0\.se\..*if timm has this network, say --arch timm:NAME"):
+    with refused("layer1.0.se.", "--arch timm:NAME"):
         finetune_mile.load(str(tmp_path / "x.pth"))
     assert features_apart(tmp_path / "x.pth", network, arch="timm:seresnet18") < 1e-5
 
 
 def test_the_message_names_the_prefix_of_a_network_of_timm() -> None:
-    with pytest.raises(Problem, match=r"say --init 'mine\.pth::state_dict/net' --arch timm:NAME"):
+    with refused("--init 'mine.pth::state_dict/net'", "--arch timm:NAME"):
         open_it(torch_file(state_dict=under("net.", trunk("timm:seresnet18"))))
 
 
@@ -253,7 +254,7 @@ def test_copies_are_told_apart_by_their_numbers_and_names() -> None:
     assert average.report.mapping == {"state_dict/online_network.": ""}
     assert average.report.others == ("target_network",)
     assert "moving average" in average.report.why
-    with pytest.raises(Problem, match=r"2 backbones; choose one: --init 'mine\.pth::state_dict/student\.' or"):
+    with refused("2 backbones", "--init 'mine.pth::state_dict/student.' or"):
         open_it(torch_file(state_dict=under("student.", one) | under("teacher.", two)))
 
 

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import yaml
+from shortcuts import refused
 
 import finetune_mile
 from finetune_mile.checkpoints.cards import LICENCES, Card, fetch_card, find_card, list_cards, read_card
@@ -98,7 +99,7 @@ def test_cards_of_solo_learns_list_say_that_the_files_are_gone() -> None:
         assert (card.format, bool(card.data), card.scores_on) == ("solo-learn", True, card.data)
         assert not card.remote()
         assert (card.arch or "").endswith("-cifar2") == card.data.startswith("CIFAR")
-    with pytest.raises(Problem, match=r"no file to fetch \(solo-learn removed the file.*\); .*use --init FILE"):
+    with refused("solo-learn removed the file", "--init FILE"):
         fetch_card(find_card("solo-byol-cifar10"))
 
 
@@ -157,7 +158,7 @@ def test_a_file_name_has_no_folders(name: str) -> None:
 def test_unknown_fields_and_two_ways_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(yaml.safe_dump({"name": "x", "method": "m", "arch": None, "colour": "red"}))
-    with pytest.raises(Problem, match=r"card x\.yaml is not valid.*(?s:.)*colour"):
+    with refused("card x.yaml", "colour"):
         read_card(path)
     remote = RemoteFile(name="a", urls=("https://example.com/a",))
     with pytest.raises(ValueError, match="not both"):
@@ -171,7 +172,7 @@ def test_an_unknown_name_is_answered_with_near_ones() -> None:
 
 @pytest.mark.parametrize("name", ["resnet50", "vit_small_patch14_dinov2", "convnext_tiny", "wide_resnet50_2"])
 def test_the_name_of_a_network_is_answered_with_checkpoints_of_it(name: str) -> None:
-    with pytest.raises(Problem, match=rf"use timm:{name} for .*timm:resnet50\.a1_in1k.*dinov2-s"):
+    with refused(f"timm:{name}", "timm:resnet50.a1_in1k", "dinov2-s"):
         parse_init(name)
 
 

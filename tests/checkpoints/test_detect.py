@@ -13,6 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from making import as_children, as_separius, as_tensorflow, flat, light, linear, torch_file, trunk, under
+from shortcuts import refused
 from torch import Tensor
 
 from finetune_mile.checkpoints.detect import BEHIND_PREFIX, Marks, read_arch
@@ -103,7 +104,7 @@ def test_other_vocabularies_behind_an_unknown_prefix(tensors: dict[str, Tensor],
 
 def test_two_trunks_are_an_error_that_names_both_and_the_way_out() -> None:
     contents = nested(under("online.", demo()) | under("slow.", trunk("resnet-demo", noise)), ["weights"])
-    with pytest.raises(Problem, match=r"'mine\.pth::weights/online\.' or --init 'mine\.pth::weights/slow\.'"):
+    with refused("'mine.pth::weights/online.'", "--init 'mine.pth::weights/slow.'"):
         open_it(contents)
     for choice in ("weights/online.", "weights/online"):
         opened = open_it(contents, choice)
@@ -178,7 +179,7 @@ def test_common_names_do_not_make_a_file_solo_learns(extra: dict[str, Tensor], c
     trunk_name = "encoder." if choice == "state_dict/encoder" else "backbone."
     state = under(trunk_name, trunk("resnet18-cifar")) | PROBE | extra
     contents = torch_file(state_dict=state, hyper_parameters={"lr": 0.1}, **LIGHTNING)
-    with pytest.raises(Problem, match=r"3x3 stem.*--arch resnet18-cifar \(.*--arch resnet18-cifar2 \("):
+    with refused("3x3 stem", "--arch resnet18-cifar (", "--arch resnet18-cifar2 ("):
         open_it(contents, choice)
 
 
@@ -227,7 +228,7 @@ def test_attention_heads_that_timm_cannot_build_are_one_sentence(arch: str, sent
 
 
 def test_a_network_after_the_file_and_another_by_arch_are_refused() -> None:
-    with pytest.raises(Problem, match=r"mine\.pth::resnet18-cifar2 and --arch resnet18-cifar name two networks"):
+    with refused("mine.pth::resnet18-cifar2", "--arch resnet18-cifar", "two networks"):
         with_choice(replace(HERE, arch="resnet18-cifar"), "resnet18-cifar2")
 
 
@@ -235,7 +236,7 @@ def test_a_network_after_the_file_and_another_by_arch_are_refused() -> None:
 def test_unknown_modules_inside_the_backbone_are_refused(name: str) -> None:
     for prefix in ("", "net."):
         contents = torch_file(state_dict=under(prefix, demo() | {name: light("", (3,)), "queue": light("", (3,))}))
-        with pytest.raises(Problem, match=rf"the backbone has parts .*{re.escape(name)}.*features would be wrong"):
+        with refused(name, "features would be wrong"):
             open_it(contents)
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from material import SHARED, assert_same, needs_shared, tensors, unpack
 from safetensors.torch import save_file
+from shortcuts import refused
 
 from finetune_mile.checkpoints.readers import Contents, Stub, read
 from finetune_mile.core.problems import Problem
@@ -268,7 +269,7 @@ def test_a_negated_view_is_not_read_with_the_wrong_sign(legacy, tmp_path):
     view = torch.complex(torch.ones(3), torch.ones(3)).conj().imag
     assert view.is_neg()
     torch.save({"x": view}, tmp_path / "x.pth", _use_new_zipfile_serialization=not legacy)
-    with pytest.raises(Problem, match=r"negated .* save tensor\.resolve_neg\(\) instead"):
+    with refused("negated", "tensor.resolve_neg()"):
         read(tmp_path / "x.pth")
     torch.save({"x": view.resolve_neg()}, tmp_path / "x.pth", _use_new_zipfile_serialization=not legacy)
     assert torch.equal(read(tmp_path / "x.pth").tree["x"], -torch.ones(3))

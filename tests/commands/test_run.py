@@ -246,7 +246,7 @@ def test_the_users_number_of_threads_is_obeyed(launcher, threads):
 
 
 @pytest.mark.slow
-def test_tensorboard_gets_losses_generations_and_scores(tmp_path):
+def test_tensorboard_gets_losses_generations_and_scores(tmp_path, rendered):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
