@@ -270,7 +270,8 @@ def test_verbs_import_no_verb():
 # They copy or average weights, or give targets to the loop; images to rows is written once, in compute/passes.py.
 WITHOUT_GRADIENTS = {
     "compute/passes.py", "learning/loop.py", "learning/roles.py", "methods/auto.py", "networks/heads.py",
-    "networks/parts.py", "checkpoints/loading.py", "training/start.py", "training/trial.py", "pretraining/methods.py", "paper/irm.py",
+    "networks/parts.py", "checkpoints/loading.py", "training/start.py", "training/trial.py",
+    "pretraining/methods.py", "paper/irm.py",
 }  # fmt: skip
 
 
