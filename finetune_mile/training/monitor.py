@@ -38,19 +38,19 @@ class Enough(Exception):
 
 
 @dataclass
-class Outcome:
+class Ending:
     """How a run ended."""
 
     code: int = 0  # to exit with
 
 
 @contextlib.contextmanager
-def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool) -> Iterator[Outcome]:
+def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool) -> Iterator[Ending]:
     """Keep the status of a run in run.json while it works; one that was told to stop ends here.
 
     Without `keep_checkpoints` those of a finished run are removed, as the last thing.
     """
-    accelerator, signals, outcome = device.accelerator, device.signals, Outcome()
+    accelerator, signals, ending = device.accelerator, device.signals, Ending()
     main, again = accelerator.is_main_process, f"--resume {shlex.quote(str(folder.path))}"
 
     def record(**facts: object) -> None:
@@ -60,12 +60,12 @@ def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool) -> It
     with alone(folder.path) if main else contextlib.nullcontext():
         try:
             record(status="running")
-            yield outcome
+            yield ending
             record(status="finished")
         except Stopped as stopped:
             record(status="stopped", signal=str(stopped))
             accelerator.print(f"stopped; continue with {again}")
-            outcome.code = 128 + stopped.signum
+            ending.code = 128 + stopped.signum
             return
         except BaseException as error:
             words = str(error) if isinstance(error, Problem) else repr(error)
@@ -75,7 +75,7 @@ def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool) -> It
             # Told to stop, and something broke on the way: another process left first, or a second Ctrl-C came.
             record(status="stopped", signal=signal.Signals(signals.caught).name, error=words)
             accelerator.print(f"stopped ({words}); continue from the last checkpoint with {again}")
-            outcome.code = 128 + signals.caught
+            ending.code = 128 + signals.caught
             return
         if main and not keep_checkpoints:
             folder.prune(0)

@@ -59,7 +59,7 @@ def train(task: Task, model: Model, device: Device, folder: RunFolder) -> tuple[
     switches = computing(
         precision=recipe.precision, benchmark=recipe.cudnn_benchmark is True, deterministic=recipe.deterministic
     )
-    with switches, recorded(device, folder, keep_checkpoints=bool(info.get("keep_checkpoints"))) as outcome:
+    with switches, recorded(device, folder, keep_checkpoints=bool(info.get("keep_checkpoints"))) as ending:
         first = model.copied() if info.get(REFIT) else None
         if "share" not in info or not (folder.path / "results.json").is_file():  # else only the refit is left
             shown, place = on_features(task, model, device)  # the task and device of features, with a frozen trunk
@@ -79,7 +79,7 @@ def train(task: Task, model: Model, device: Device, folder: RunFolder) -> tuple[
                 folder.update(images_per_second=speed, share=share, **warn_of_spread(spread))
         if first is not None:
             refit(task, first, device, folder, train_phases)
-    return outcome.code, measured
+    return ending.code, measured
 
 
 def train_phases(

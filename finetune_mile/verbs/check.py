@@ -97,8 +97,7 @@ def main(argv: list[str]) -> int:
     with Signals() as signals:
         try:
             checks = check_run(resolved, look, counts, images or IMAGES, bank, run.out or Path("runs"), signals)
-            said = [_say(check) for check in checks]
-            return _sum_up(from_first(lambda: said))
+            return _sum_up(from_first(partial(list, [_say(check) for check in checks])))
         except Stopped as stopped:
             return 128 + stopped.signum
 

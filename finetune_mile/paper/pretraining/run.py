@@ -217,7 +217,7 @@ def open_folder(setup: PretrainSetup, path: Path, *, resume: bool, overwrite: bo
 def train(setup: PretrainSetup, folder: RunFolder) -> int:
     """Train what is left, then finish; returns the exit code."""
     switches = computing(precision=setup.recipe.precision, benchmark=uses_gpu())
-    with switches, recorded(setup.device, folder, keep_checkpoints=True) as outcome:
+    with switches, recorded(setup.device, folder, keep_checkpoints=True) as ending:
         setup.store_images()
         before, monitor = train_steps(setup, folder)
         spread = weight_spread(setup.learner)
@@ -225,7 +225,7 @@ def train(setup: PretrainSetup, folder: RunFolder) -> int:
         if setup.device.accelerator.is_main_process:
             pace = round(1000 * monitor.busy_seconds / monitor.steps_seen, 1) if monitor.steps_seen else None
             folder.update(milliseconds_per_step=pace, **warn_of_spread(spread))
-    return outcome.code
+    return ending.code
 
 
 def train_steps(setup: PretrainSetup, folder: RunFolder) -> tuple[float | None, Monitor]:
