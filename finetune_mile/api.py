@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from finetune_mile.config.flags import SETTINGS, TYPES, RunOptions, empty_value, flag_of, resumed
+from finetune_mile.config.flags import SETTINGS, TYPES, RunOptions, empty_value, flag_of, init_text, resumed
 from finetune_mile.core.in_memory import SCHEME, named
 from finetune_mile.core.problems import Problem
 from finetune_mile.run import prepare, run
-from finetune_mile.training.embedding import Embedding, probe_checkpoints
+from finetune_mile.training.embedding import read_flags
 from finetune_mile.training.folder import read_info
 from finetune_mile.verbs import embed as embedding
 from finetune_mile.verbs import evaluate as evaluation
@@ -168,9 +168,9 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
     with named(init, data) as (init_name, data_name):
         from finetune_mile.training.processes import stoppable
 
-        filled = embedding.build_parser().fill({"init": init_name, "data": data_name, **flags})
-        options, opened = embedding.check(filled)
-        how, more = Embedding.of_flags(options), {"path": options.out, "views": options.views}
+        options = embedding.build_parser().fill({"init": init_name, "data": data_name, **flags})
+        how, (opened,) = read_flags(options, [init_text(options.init, options.format)])
+        more = {"path": options.out, "views": options.views}
         with _accelerator_of_its_own():
             code = stoppable(lambda *processes: stores.append(how.everything(opened, *processes, **more)))
     _raise_if_stopped(code)
@@ -196,10 +196,9 @@ def probe(init: Network | Sequence[Network], data: Images, **flags: Any) -> dict
     with named(data, *inits) as (data_name, *names):
         from finetune_mile.training.processes import stoppable
 
-        options, opened = probing.check(probing.build_parser().fill({"init": names, "data": data_name, **flags}))
-        how, draws = Embedding.of_flags(options), {name: getattr(options, name) for name in ("fraction", "seeds", "k")}
+        probes = probing.check(probing.build_parser().fill({"init": names, "data": data_name, **flags}))
         with _accelerator_of_its_own():
-            code = stoppable(lambda *processes: results.append(probe_checkpoints(opened, how, *processes, **draws)))
+            code = stoppable(lambda *processes: results.append(probes.compare(*processes)))
     _raise_if_stopped(code)
     return results[0] or {}
 
@@ -218,16 +217,16 @@ def evaluate(
     with named(data) as (data_name,):
         text = f"run:{model.folder}" if isinstance(model, Run) else str(model)
         values = {"model": text, "data": data_name, "out": out, **flags}
-        options = evaluation.check(evaluation.build_parser().fill(values))
-        from finetune_mile.training.evaluation import Evaluation
+        options = evaluation.build_parser().fill(values)
+        asked = evaluation.check(options)
+        from finetune_mile.training import evaluation as evaluating
 
-        work = Evaluation.of_flags(options)
         with _accelerator_of_its_own():
-            scored = work.score()
+            scored = evaluating.evaluate(asked)
     if scored is None:
         return {}
     if out is not None:
-        work.write(scored, options.out)
+        evaluating.write(asked, scored, options.out)
     compared = {key: dataclasses.asdict(each) for key, each in scored.differences.items()}
     return scored.results | ({"comparison": compared} if compared else {})
 

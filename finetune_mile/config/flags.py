@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn, get_args
+from typing import Any, Final, Literal, NoReturn, TypeVar, get_args
 
 from finetune_mile.config.schema import Variant
 from finetune_mile.core.problems import Problem, did_you_mean, nearest
 from finetune_mile.methods import METHODS
 
+T = TypeVar("T")
 # Other tools' names of a flag.
 SAME = {"--lr": ("--learning-rate",), "--size": ("--image-size",), "--patience": ("--early-stopping",)}
 _WHOLE = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
@@ -236,6 +237,24 @@ class Parser(argparse.ArgumentParser):
         raise Problem(f"{message} (--help lists the flags)")
 
 
+Flags = dict[str, dict[str, Any]]  # flags, and arguments without dashes: each with what argparse takes
+
+
+def add_flags(parser: argparse._ActionsContainer, flags: Flags) -> None:
+    for name, how in flags.items():
+        parser.add_argument(name, **how)
+
+
+def verb_parser(verb: str, flags: Flags, *, description: str | None, epilog: str, usage: str | None = None) -> Parser:
+    """The parser of a verb."""
+    parser = Parser(
+        prog=f"finetune-mile {verb}", allow_abbrev=False, description=description, epilog=epilog, usage=usage,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add_flags(parser, flags)
+    return parser
+
+
 class Help(argparse.Action):
     """Print the help: of the flags that most runs need, or of all."""
 
@@ -310,7 +329,7 @@ def empty_value(flag: str) -> str:
 
 def outside(options: argparse.Namespace, **ranges: tuple[int, int]) -> list[str]:
     """A sentence for each flag whose number is below the first or above the second one of its range."""
-    given = {name: getattr(options, name) for name in ranges if getattr(options, name) is not None}
+    given = {name: value for name, value in vars(options).items() if name in ranges and value is not None}
     return [
         f"--{name.replace('_', '-')} {value}: must be from {ranges[name][0]} to {ranges[name][1]:,}"
         for name, value in given.items()
@@ -318,13 +337,19 @@ def outside(options: argparse.Namespace, **ranges: tuple[int, int]) -> list[str]
     ]
 
 
+def attempt(problems: list[str], work: Callable[..., T], *arguments: Any) -> T | None:
+    """What some work returns; where it raises a `Problem`, None, and its sentences are added to `problems`."""
+    try:
+        return work(*arguments)
+    except Problem as problem:
+        problems += problem.sentences
+        return None
+
+
 def check_all(sentences: Iterable[str], *checks: Callable[[], object]) -> None:
     """Raise one `Problem` with all sentences and those of every check that raises one."""
     problems = list(sentences)
     for check in checks:
-        try:
-            check()
-        except Problem as problem:
-            problems += problem.sentences
+        attempt(problems, check)
     if problems:
         raise Problem(*problems)

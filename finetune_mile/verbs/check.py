@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_mile.checkpoints.init import parse_init, parse_source
-from finetune_mile.config.flags import Parser
+from finetune_mile.config.flags import Flags, verb_parser
 from finetune_mile.config.flags import parse as parse_run
 from finetune_mile.config.resolve import resolve_anywhere
 from finetune_mile.core.problems import Problem, tell
@@ -35,33 +34,34 @@ Exit code: 0 fine, 1 a check failed, 2 the command or its input is wrong.
 MOST_IMAGES = 10**7
 IMAGES = 2000  # validation images of the accuracies
 ASIDE = ("resume", "explain", "json", "seeds", "minutes")
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="finetune-mile check", allow_abbrev=False, epilog=EPILOG,
-        usage="finetune-mile check --data DATA [--init NAME] [flags of finetune-mile run] [flags below]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Check the data and, with --init or other flags of a run, everything that the run needs. Takes the "
-        "flags of the run (`finetune-mile run --help`).",
-    )  # fmt: skip
-    add = parser.add_argument
-    add("--list", type=Path, metavar="FILE", help="write bad images and all copies to this CSV file")
-    add("--workers", type=int, help="processes that read the data (default: the cores)")
-    add("--images", metavar="N", help="with --classes: images of data that is elsewhere; else validation images of the "
-        "accuracies, or all (default: 2000)")  # fmt: skip
-    add("--classes", type=int, metavar="N", help="classes of data that is elsewhere")
-    add("--bank", metavar="N", help="training images of k-NN, or all, as published (default: 20000 if nothing else can "
-        "be compared)")  # fmt: skip
-    add("--table", metavar="NAME", help="the price of a table below recipes/tables/, or of a file; takes --set")
-    add("--quick", action="store_true", help="with --table: its short form")
-    add("--runs", type=Path, metavar="DIR", help="with --table: where its run folders are")
-    return parser
+FLAGS: Flags = {
+    "--list": {"type": Path, "metavar": "FILE", "help": "write bad images and all copies to this CSV file"},
+    "--workers": {"type": int, "help": "processes that read the data (default: the cores)"},
+    "--images": {
+        "metavar": "N",
+        "help": "with --classes: images of data that is elsewhere; else validation images of the accuracies, or all "
+        "(default: 2000)",
+    },
+    "--classes": {"type": int, "metavar": "N", "help": "classes of data that is elsewhere"},
+    "--bank": {
+        "metavar": "N",
+        "help": "training images of k-NN, or all, as published (default: 20000 if nothing else can be compared)",
+    },
+    "--table": {"metavar": "NAME", "help": "the price of a table below recipes/tables/, or of a file; takes --set"},
+    "--quick": {"action": "store_true", "help": "with --table: its short form"},
+    "--runs": {"type": Path, "metavar": "DIR", "help": "with --table: where its run folders are"},
+}
+USAGE = "finetune-mile check --data DATA [--init NAME] [flags of finetune-mile run] [flags below]"
+ABOUT = (
+    "Check the data and, with --init or other flags of a run, everything that the run needs. Takes the flags of the "
+    "run (`finetune-mile run --help`)."
+)
 
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 a check failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options, rest = build_parser().parse_known_args(argv)
+    parser = verb_parser("check", FLAGS, description=ABOUT, epilog=EPILOG, usage=USAGE)
+    options, rest = parser.parse_known_args(argv)
     run = parse_run(rest)
     settings, sets = run.given, run.sets
     images, bank = _count("--images", options.images), _count("--bank", options.bank)

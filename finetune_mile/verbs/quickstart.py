@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from finetune_mile.checkpoints.choosing import DOWNLOADED, choose_init
-from finetune_mile.config.flags import FORMAT, Parser, init_text
+from finetune_mile.config.flags import Flags, init_text, verb_parser
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
-from finetune_mile.training.embedding import Embedding, check_flags
+from finetune_mile.training import embedding
 from finetune_mile.training.folder import claim_folder
 from finetune_mile.training.minutes import MOST_MINUTES, Clock
 
+ABOUT = (
+    "Compare methods on features of your photos, make a model in the time that you have, and write one page about it."
+)
 EPILOG = """examples:
   finetune-mile quickstart photos                         photos/CLASS/IMAGE.jpg, or photos/train/... and photos/val/...
   finetune-mile quickstart photos --init moco.pth.tar --minutes 30
@@ -25,28 +27,19 @@ once, on a terminal; --download agrees), else the small network that comes with 
 """
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="finetune-mile quickstart", allow_abbrev=False, epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Compare methods on features of your photos, make a model in the time that you have, "
-        "and write one page about it.",
-    )  # fmt: skip
-    parser.add_argument("data", metavar="DIR", help="a folder of photos, or any --data of `run`")
-    parser.add_argument("--init", help="the checkpoint, as for `run`")
-    parser.add_argument("--minutes", type=float, default=10.0, help="time to use (default: %(default)g)")
-    parser.add_argument("--download", action="store_true", help=f"without --init: download {DOWNLOADED}, no question")
-    parser.add_argument("--arch", help="network, where the checkpoint does not say it")
-    parser.add_argument("--format", help=FORMAT)
-    parser.add_argument("--size", type=int, help="image side (default: as the checkpoint says)")
-    parser.add_argument("--workers", type=int, help="loader processes (default: from the cores)")
-    parser.add_argument("--out", type=Path, help="a new folder (default: runs/quickstart-N)")
-    return parser
+FLAGS: Flags = {
+    "data": {"metavar": "DIR", "help": "a folder of photos, or any --data of `run`"},
+    "--init": {"help": "the checkpoint, as for `run`"},
+    "--minutes": {"type": float, "default": 10.0, "help": "time to use (default: %(default)g)"},
+    "--download": {"action": "store_true", "help": f"without --init: download {DOWNLOADED}, no question"},
+    **{name: embedding.FLAGS[name] for name in ("--arch", "--format", "--size", "--workers")},
+    "--out": {"type": Path, "help": "a new folder (default: runs/quickstart-N)"},
+}
 
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options = build_parser().parse_args(argv)
+    options = verb_parser("quickstart", FLAGS, description=ABOUT, epilog=EPILOG).parse_args(argv)
     if not 0 < options.minutes <= MOST_MINUTES:
         raise Problem(f"--minutes {options.minutes:g}: must be above 0 and at most {MOST_MINUTES:,}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -59,10 +52,9 @@ def main(argv: list[str]) -> int:
         text, reason = choose_init(options.data, download=options.download)
     else:
         text, reason = init_text(options.init, options.format), "--init"
-    (init,) = check_flags(options, [text])
+    how, (init,) = embedding.read_flags(options, [text])
     out = out or claim_folder(Path("runs"), "quickstart")
-    how = Embedding(data=options.data, arch=options.arch, size=options.size, workers=options.workers)
-    clock = Clock(options.minutes)  # features are float32, as those of runs: else they would be computed twice
+    clock = Clock(options.minutes)
     from finetune_mile.training.processes import stoppable
     from finetune_mile.training.quickstart import Quickstart
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
 import sys
 from pathlib import Path
 
-from finetune_mile.config.flags import Parser
+from finetune_mile.config.flags import Flags, verb_parser
 from finetune_mile.config.resolve import NO_RUNS, find_recipe
 from finetune_mile.core.files import shipped, whole_file
 from finetune_mile.core.problems import Problem
@@ -19,16 +18,16 @@ EPILOG = """examples:
   finetune-mile recipes show finetune
   finetune-mile recipes cp ssl/mocov2 mine.yaml       then: finetune-mile run --recipe mine.yaml
 """
+FLAGS: Flags = {
+    "verb": {"choices": ("ls", "show", "cp"), "help": "list names, print one, copy one"},
+    "name": {"nargs": "?", "help": "a name that ls prints"},
+    "file": {"nargs": "?", "type": Path, "help": "where cp writes"},
+}
 
 
 def main(argv: list[str]) -> int:
     """0 fine, 2 the command or its input was wrong."""
-    parser = Parser(prog="finetune-mile recipes", allow_abbrev=False, epilog=EPILOG, description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("verb", choices=("ls", "show", "cp"), help="list names, print one, copy one")
-    parser.add_argument("name", nargs="?", help="a name that ls prints")
-    parser.add_argument("file", nargs="?", type=Path, help="where cp writes")
-    options = parser.parse_args(argv)
+    options = verb_parser("recipes", FLAGS, description=__doc__, epilog=EPILOG).parse_args(argv)
     wanted = {"ls": 0, "show": 1, "cp": 2}[options.verb]
     if sum(value is not None for value in (options.name, options.file)) != wanted:
         words = ("", " NAME", " NAME FILE")[wanted]
