@@ -167,6 +167,8 @@ class Parser(argparse.ArgumentParser):
     nearest one.
     """
 
+    others: Iterable[str] = ()  # flags that are read by another parser, and may be the nearest ones
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, rest = self.parse_known_args(args, namespace)
         if rest:
@@ -178,7 +180,7 @@ class Parser(argparse.ArgumentParser):
         flags = [word.partition("=")[0] for word in rest if word.startswith("-")]
         if not flags:
             return [f"unexpected argument {word!r}. Settings are flags (see --help)." for word in rest[:1]]
-        near = {flag: nearest(flag, self._option_string_actions) for flag in flags}
+        near = {flag: nearest(flag, [*self._option_string_actions, *self.others]) for flag in flags}
         return [
             f"{flag}: unknown flag" + (f"; did you mean {names[0]}?" if names else " (--help lists them)")
             for flag, names in near.items()
@@ -289,8 +291,11 @@ def build_parser(*, brief: bool = False) -> Parser:
     return parser
 
 
-def parse(argv: list[str]) -> RunOptions:
-    return read_flags(build_parser(), argv, SETTINGS)
+def parse(argv: list[str], others: Iterable[str] = ()) -> RunOptions:
+    """Read the flags of a run; `others` as in `Parser`."""
+    parser = build_parser()
+    parser.others = others
+    return read_flags(parser, argv, SETTINGS)
 
 
 def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> RunOptions:

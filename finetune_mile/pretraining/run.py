@@ -238,7 +238,7 @@ def train(setup: PretrainSetup, folder: RunFolder) -> int:
         return {"milliseconds_per_step": pace, **warn_of_spread(spread)}
 
     with computing(precision=setup.recipe.precision, benchmark=uses_gpu()):
-        return recorded(setup.accelerator, folder, setup.device.signals, work, keep_checkpoints=True)
+        return recorded(setup.accelerator, folder, setup.device.signals, work, keep_checkpoints=True, verb="pretrain")
 
 
 def train_steps(setup: PretrainSetup, folder: RunFolder) -> tuple[float | None, Monitor]:

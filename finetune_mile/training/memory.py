@@ -34,6 +34,10 @@ class Need(NamedTuple):
     fixed: int
     per_image: int  # kept for the backward pass
 
+    def here(self, images: int) -> int:
+        """With so many images in a step, without what only a GPU needs."""
+        return self.fixed + self.per_image * images
+
     def of(self, images: int) -> int:
         """On a GPU, with so many images in a step."""
         return int(self.fixed + CONTEXT + SPARE * self.per_image * images)
@@ -59,14 +63,18 @@ def copies(recipe: Recipe, phases: Sequence[Phase]) -> int:
 
 def need_of(recipe: Recipe, phases: Sequence[Phase], network: nn.Module, teacher: nn.Module | None, size: int) -> Need:
     """What a network takes as it is trained by a recipe on images of `size` pixels."""
-    weights = 4 * (2 + copies(recipe, phases)) * numbers_in(network)  # float32, and their gradients
-    brought = 0 if teacher is None else 4 * numbers_in(teacher)
-    return Need(weights + brought, kept_per_image(network, size, half=recipe.precision in ("bf16", "fp16")))
+    kept = kept_per_image(network, size, half=recipe.precision in ("bf16", "fp16"))
+    return Need(fixed_bytes(4 * numbers_in(network), copies(recipe, phases), 4 * numbers_in(teacher)), kept)
 
 
-def numbers_in(network: nn.Module) -> int:
+def fixed_bytes(weights: int, copies: int, teacher: int) -> int:
+    """Bytes that are kept all the time: weights with their gradients and copies, and a teacher that is brought along."""
+    return weights * (2 + copies) + teacher
+
+
+def numbers_in(network: nn.Module | None) -> int:
     """Parameters and buffers."""
-    return sum(tensor.numel() for tensor in (*network.parameters(), *network.buffers()))
+    return 0 if network is None else sum(each.numel() for each in (*network.parameters(), *network.buffers()))
 
 
 def kept_per_image(network: nn.Module, size: int, *, half: bool) -> int:

@@ -204,8 +204,8 @@ def _better_one(
         return made
     if code:
         sys.stderr.write(
-            f"stopped; the model in {path} is complete ({FROZEN}); continue {name} with "
-            f"--resume {shlex.quote(str(place))}\n"
+            f"stopped; the model in {path} is complete ({FROZEN}); continue {name} with: "
+            f"finetune-mile run --resume {shlex.quote(str(place))}\n"
         )
         return Made(code=code, facts=facts, text=made.text)
     second = _about(name if " px" in name else f"{name} at {size} px", place, measure)

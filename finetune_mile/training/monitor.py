@@ -39,12 +39,13 @@ class Enough(Exception):
 
 def recorded(
     accelerator: Accelerator, folder: RunFolder, signals: Signals, work: Callable[[], dict[str, object]],
-    *, keep_checkpoints: bool,
+    *, keep_checkpoints: bool, verb: str = "run",
 ) -> int:  # fmt: skip
     """Do a run's work, which returns facts for run.json, with its status kept there; returns the exit code.
 
-    Without `keep_checkpoints` those of a finished run are removed, as the last thing.
+    Without `keep_checkpoints` those of a finished run are removed, as the last thing. `verb` continues a stopped one.
     """
+    again = shlex.join(["finetune-mile", verb, "--resume", str(folder.path)])
     main = accelerator.is_main_process
     record = folder.update if main else _nobody
     with alone(folder.path) if main else contextlib.nullcontext():
@@ -54,7 +55,7 @@ def recorded(
             record(status="finished", **facts)
         except Stopped as stopped:
             record(status="stopped", signal=str(stopped))
-            accelerator.print(f"stopped; continue with --resume {shlex.quote(str(folder.path))}")
+            accelerator.print(f"stopped; continue with: {again}")
             return 128 + stopped.signum
         except BaseException as error:
             words = str(error) if isinstance(error, Problem) else repr(error)
@@ -63,8 +64,7 @@ def recorded(
                 raise
             # Told to stop, and something broke on the way: another process left first, or a second Ctrl-C came.
             record(status="stopped", signal=signal.Signals(signals.caught).name, error=words)
-            again = f"--resume {shlex.quote(str(folder.path))}"
-            accelerator.print(f"stopped ({words}); continue from the last checkpoint with {again}")
+            accelerator.print(f"stopped ({words}); continue from the last checkpoint with: {again}")
             return 128 + signals.caught
         if main and not keep_checkpoints:
             folder.prune(0)

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 a check failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
     parser = verb_parser("check", FLAGS, description=ABOUT, epilog=EPILOG, usage=USAGE)
     options, rest = parser.parse_known_args(argv)
-    run = parse_run(rest)
+    run = parse_run(rest, FLAGS)
     settings, sets = run.given, run.sets
     images, bank = _count("--images", options.images), _count("--bank", options.bank)
     if options.table is not None:

@@ -90,9 +90,12 @@ def check(options: argparse.Namespace, *unknown: str) -> Evaluation:
         problems.append(f"--logits {options.logits}: no such file")
     if options.weights not in (None, "none") and not Path(options.weights).is_file():
         problems.append(f"--weights {options.weights}: no such file (none: random weights)")
-    model = options.model and attempt(problems, parse_model, options.model, "--model")
-    compare = options.compare and attempt(problems, parse_model, options.compare, "--compare")
-    recipe = (model and options.data is None and attempt(problems, recipe_of, model)) or {}
+    model, compare = (
+        None if text is None else attempt(problems, parse_model, text, flag)
+        for text, flag in ((options.model, "--model"), (options.compare, "--compare"))
+    )
+    recipe = None if model is None or options.data is not None else attempt(problems, recipe_of, model)
+    recipe = recipe or {}
     data, truth = options.data or recipe.get("data"), options.truth or recipe.get("truth")
     if options.model is not None or (compare and not is_logits(compare)):
         if data is None:
