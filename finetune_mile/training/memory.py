@@ -68,7 +68,7 @@ def need_of(recipe: Recipe, phases: Sequence[Phase], network: nn.Module, teacher
 
 
 def fixed_bytes(weights: int, copies: int, teacher: int) -> int:
-    """Bytes that are kept all the time: weights with their gradients and copies, and a teacher that is brought along."""
+    """Bytes that are kept all the time: weights with their gradients and copies, and a teacher of another run."""
     return weights * (2 + copies) + teacher
 
 

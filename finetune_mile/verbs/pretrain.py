@@ -103,7 +103,7 @@ def describe(resolved: ResolvedPretrain, setup: PretrainSetup, *, full: bool) ->
     """Print the run: a few lines, or with `full` also every setting."""
     from rich.console import Console
 
-    from finetune_mile.training.settings import settings_table
+    from finetune_mile.training.explain import settings_table
 
     out = Console(stderr=not full, highlight=False, soft_wrap=True)
     recipe, world, count = setup.recipe, setup.accelerator.num_processes, len(setup.images)
