@@ -115,9 +115,8 @@ def gpu_words(recipe: Recipe, need: Need) -> str:
             fitting = (need.parts(batch // gpus, size * 1e9, recipe) for size in GPUS)
             lines.append(f"{', '.join('-' if n is None else str(n) for n in fitting)} on {gpus}")
     share = batch // 8 if batch % 8 == 0 else batch
-    precision = "bf16" if recipe.precision == "auto" else recipe.precision
     return (
-        f"about {decimal(need.of(share))} for {share} images each in precision {precision}; with "
+        f"about {decimal(need.of(share))} for {share} images each in precision {recipe.precision}; with "
         f"{', '.join(map(str, GPUS))} GB, accumulate = {'; '.join(lines)}"
     )
 
@@ -129,12 +128,8 @@ def device_memory(device: torch.device) -> int | None:
 
 def advise(task: Task, model: Model, accelerator: Accelerator, error: RuntimeError) -> None:
     """Turn an out-of-memory error into a sentence that says which settings fit; of any other error say nothing."""
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        raise Failed(advice(task, model, accelerator)) from error
-
-
-def advice(task: Task, model: Model, accelerator: Accelerator) -> str:
-    """What to type where a run does not fit into the memory."""
+    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        return
     recipe = task.recipe
     batch, memory = recipe.batch_size // accelerator.num_processes, device_memory(accelerator.device)
     now = int(recipe.accumulate)
@@ -150,8 +145,8 @@ def advice(task: Task, model: Model, accelerator: Accelerator) -> str:
         )
     ways.append("a smaller --batch-size, with a smaller --lr")
     where = str(accelerator.device) if memory is None else f"{accelerator.device}, which has {decimal(memory)}"
-    return (
+    raise Failed(
         f"out of memory on {where}: a step with {batch // now} images per process takes about "
         f"{decimal(need.of(batch // now))}. Start a new run with {', '.join(ways[:-1])}{', or ' if ways[:-1] else ''}"
         f"{ways[-1]}."
-    )
+    ) from error

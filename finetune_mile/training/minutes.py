@@ -63,13 +63,17 @@ class Clock:
         sys.stderr.write(f"{duration(self.used):>6} of {self.minutes:g} min  {sentence}\n")
 
 
+def wrong_minutes(minutes: float) -> list[str]:
+    fine = 0 < minutes <= MOST_MINUTES
+    return [] if fine else [f"--minutes {minutes:g}: must be above 0 and at most {MOST_MINUTES:,}"]
+
+
 def run_minutes(
     options: RunOptions, prepare: Callable[[RunOptions], tuple[RunOptions, Resolved, Path, Init, Init | None]]
 ) -> int:
     """`run --minutes N`: the command; `prepare` is that of run.py."""
-    problems, minutes = [], options.minutes or 0.0
-    if not 0 < minutes <= MOST_MINUTES:
-        problems.append(f"--minutes {minutes:g}: must be above 0 and at most {MOST_MINUTES:,}")
+    minutes = options.minutes or 0.0
+    problems = wrong_minutes(minutes)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         problems.append("--minutes runs in one process: start it without accelerate launch or torchrun")
     keys = {text.partition("=")[0].strip() for text in options.sets} | options.settings.keys()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from finetune_mile.checkpoints.init import parse_source
-from finetune_mile.config.flags import Flags, check_all, outside, verb_parser
+from finetune_mile.config.flags import Flags, attempt, check_all, outside, verb_parser
 from finetune_mile.core.console import progress
 from finetune_mile.core.files import check_empty
 from finetune_mile.core.problems import Problem
@@ -45,16 +45,6 @@ def main(argv: list[str]) -> int:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")  # the name of a file need not be UTF-8
-    names = _check(options)
-    try:
-        return _predict(options, names)
-    except BrokenPipeError:  # such as `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
-        return 128 + signal.SIGPIPE
-
-
-def _check(options: argparse.Namespace) -> list[str]:
-    """The names of the images; all that cannot work is refused, before torch is imported."""
     problems = outside(options, batch_size=(1, LARGEST_BATCH), workers=(0, MOST_WORKERS), threshold=(0, 1))
     if os.environ.get("WORLD_SIZE", "1") != "1":
         problems.append("predict works in one process; start it without torchrun and accelerate launch")
@@ -63,14 +53,16 @@ def _check(options: argparse.Namespace) -> list[str]:
         for file, form in OTHER_FORMS.items()
         if Path(options.run, file).is_file()
     ]
-    names: list[str] = []
-    check_all(
-        problems,
-        lambda: parse_source(options.run, "RUN"),
-        lambda: check_empty(options.annotate, "--annotate") if options.annotate else None,
-        lambda: names.extend(name for word in options.images for name in _names_in(word)),
-    )
-    return names
+    attempt(problems, parse_source, options.run, "RUN")
+    if options.annotate is not None:
+        attempt(problems, check_empty, options.annotate, "--annotate")
+    names = [name for word in options.images for name in attempt(problems, _names_in, word) or ()]
+    check_all(problems)
+    try:
+        return _predict(options, names)
+    except BrokenPipeError:  # such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        return 128 + signal.SIGPIPE
 
 
 def _names_in(word: str) -> list[str]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from finetune_mile.checkpoints.choosing import DOWNLOADED, choose_init
-from finetune_mile.config.flags import Flags, init_text, verb_parser
+from finetune_mile.config.flags import Flags, check_all, init_text, verb_parser
+from finetune_mile.core.files import check_empty
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
 from finetune_mile.training import embedding
 from finetune_mile.training.folder import claim_folder
-from finetune_mile.training.minutes import MOST_MINUTES, Clock
+from finetune_mile.training.minutes import Clock, wrong_minutes
 
 ABOUT = (
     "Compare methods on features of your photos, make a model in the time that you have, and write one page about it."
@@ -40,20 +41,18 @@ FLAGS: Flags = {
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
     options = verb_parser("quickstart", FLAGS, description=ABOUT, epilog=EPILOG).parse_args(argv)
-    if not 0 < options.minutes <= MOST_MINUTES:
-        raise Problem(f"--minutes {options.minutes:g}: must be above 0 and at most {MOST_MINUTES:,}")
+    check_all(wrong_minutes(options.minutes))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Problem("quickstart is one process: start it without accelerate launch or torchrun")
-    out = options.out
-    if out is not None and os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise Problem(f"--out {out}: already exists; choose a new folder")
+    if options.out is not None:
+        check_empty(options.out, "--out")
     split_name(options.data)  # before a question about the checkpoint
     if options.init is None and options.format is None:
         text, reason = choose_init(options.data, download=options.download)
     else:
         text, reason = init_text(options.init, options.format), "--init"
     how, (init,) = embedding.read_flags(options, [text])
-    out = out or claim_folder(Path("runs"), "quickstart")
+    out = options.out or claim_folder(Path("runs"), "quickstart")
     clock = Clock(options.minutes)
     from finetune_mile.training.processes import stoppable
     from finetune_mile.training.quickstart import Quickstart

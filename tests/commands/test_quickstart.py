@@ -157,7 +157,7 @@ def test_the_checkpoint_is_chosen_in_this_order(photos, tmp_path, monkeypatch):
     [
         (["--minutes", "0"], "--minutes 0: must be above 0"),
         (["--init", "no-such-card"], "--init no-such-card: no such file, and no card of that name"),
-        (["--out", "{photos}"], "already exists; choose a new folder"),
+        (["--out", "{photos}"], "already exists; give a folder that is new or empty"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(photos, tmp_path, monkeypatch, capsys, words, sentence):
