@@ -20,7 +20,7 @@ from finetune_mile.config.flags import SETTINGS, TYPES, RunOptions, empty_value,
 from finetune_mile.core.in_memory import SCHEME, named
 from finetune_mile.core.problems import Problem
 from finetune_mile.run import prepare, run
-from finetune_mile.training.embedding import read_flags
+from finetune_mile.training.embedding import Embedding
 from finetune_mile.training.folder import read_info
 from finetune_mile.verbs import embed as embedding
 from finetune_mile.verbs import evaluate as evaluation
@@ -169,10 +169,10 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
         from finetune_mile.training.processes import stoppable
 
         options = embedding.build_parser().fill({"init": init_name, "data": data_name, **flags})
-        how, (opened,) = read_flags(options, [init_text(options.init, options.format)])
+        how = Embedding.of_flags(options, [init_text(options.init, options.format)])
         more = {"path": options.out, "views": options.views}
         with _accelerator_of_its_own():
-            code = stoppable(lambda *processes: stores.append(how.everything(opened, *processes, **more)))
+            code = stoppable(lambda *processes: stores.append(how.everything(*processes, **more)))
     _raise_if_stopped(code)
     splits: tuple[Split, ...] = ("train", "val")
     answer = {}

@@ -242,18 +242,14 @@ class Parser(argparse.ArgumentParser):
 Flags = dict[str, dict[str, Any]]  # flags, and arguments without dashes: each with what argparse takes
 
 
-def add_flags(parser: argparse._ActionsContainer, flags: Flags) -> None:
-    for name, how in flags.items():
-        parser.add_argument(name, **how)
-
-
 def verb_parser(verb: str, flags: Flags, *, description: str | None, epilog: str, usage: str | None = None) -> Parser:
     """The parser of a verb."""
     parser = Parser(
         prog=f"finetune-mile {verb}", allow_abbrev=False, description=description, epilog=epilog, usage=usage,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    add_flags(parser, flags)
+    for name, how in flags.items():
+        parser.add_argument(name, **how)
     return parser
 
 
@@ -291,11 +287,8 @@ def build_parser(*, brief: bool = False) -> Parser:
     return parser
 
 
-def parse(argv: list[str], others: Iterable[str] = ()) -> RunOptions:
-    """Read the flags of a run; `others` as in `Parser`."""
-    parser = build_parser()
-    parser.others = others
-    return read_flags(parser, argv, SETTINGS)
+def parse(argv: list[str]) -> RunOptions:
+    return read_flags(build_parser(), argv, SETTINGS)
 
 
 def read_flags(parser: Parser, argv: list[str], settings: tuple[str, ...]) -> RunOptions:

@@ -6,11 +6,11 @@ import time
 from argparse import Namespace
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from finetune_mile.checkpoints.cards import fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init
-from finetune_mile.config.flags import FORMAT, Flags, check_all, outside
+from finetune_mile.config.flags import FORMAT, Flags, attempt, check_all, outside
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
 from finetune_mile.images.index import Data
 from finetune_mile.images.sources import load_data, split_name
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
-    """How features are computed and kept."""
+    """Which features are computed, and how they are kept."""
 
+    inits: list[Init]  # the checkpoints
     data: str  # --data
     arch: str | None = None  # where the checkpoint does not say it
     size: int | None = None  # image side; None: the checkpoint's
@@ -34,6 +35,22 @@ class Embedding:
     verify: bool = False  # identify images by their contents
     batch_size: int = 128  # over all processes
     workers: int | None = None  # loader processes; None: from the cores
+
+    @classmethod
+    def of_flags(cls, options: Namespace, inits: list[str], *problems: str) -> Self:
+        """The value of flags and of the texts of --init; no torch yet.
+
+        All that cannot work is refused at once, after other `problems`.
+        """
+        told = [*problems, *outside(options, **RANGES)]
+        attempt(told, split_name, options.data)
+        opened = [init for text in inits if (init := attempt(told, parse_init, text)) is not None]
+        check_all(told)
+        for init in opened:
+            if init.kind == "card":
+                fetch_card(find_card(init.name))
+        names = {each.name for each in fields(cls)} & vars(options).keys()
+        return cls(inits=opened, **{name: getattr(options, name) for name in names})
 
     def features(
         self, init: Init, data: Data, accelerator: Accelerator, signals: Signals, *, path: Path | None = None,
@@ -58,11 +75,11 @@ class Embedding:
         )  # fmt: skip
 
     def everything(
-        self, init: Init, accelerator: Accelerator, signals: Signals, *, path: Path | None = None, views: int = 0
+        self, accelerator: Accelerator, signals: Signals, *, path: Path | None = None, views: int = 0
     ) -> Store:
-        """The features of all images, labelled or not."""
+        """The features of all images, labelled or not, of one checkpoint."""
         data = load_data(self.data, need_labels=False)
-        return self.features(init, data, accelerator, signals, path=path, views=views)
+        return self.features(self.inits[0], data, accelerator, signals, path=path, views=views)
 
 
 FLAGS: Flags = {  # of an `Embedding`, and --format
@@ -84,30 +101,10 @@ RANGES = {
 }  # fmt: skip
 
 
-def read_flags(options: Namespace, texts: list[str], *problems: str) -> tuple[Embedding, list[Init]]:
-    """Flags to what they say, and `texts` of --init to checkpoints; no torch yet.
-
-    All that cannot work is refused at once, after other `problems`.
-    """
-    inits: list[Init] = []
-    check_all(
-        [*problems, *outside(options, **RANGES)],
-        lambda: split_name(options.data),
-        lambda: inits.extend(map(parse_init, texts)),
-    )
-    for init in inits:
-        if init.kind == "card":
-            fetch_card(find_card(init.name))
-    given = vars(options)
-    return Embedding(**{each.name: given[each.name] for each in fields(Embedding) if each.name in given}), inits
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probing:
-    """Which checkpoints to compare, and on how many labels."""
+class Probing(Embedding):
+    """A comparison of checkpoints by their features."""
 
-    how: Embedding  # data and features
-    inits: list[Init]
     fraction: float  # share of the labels to use
     seeds: int  # draws of the labels
     k: int  # neighbours that vote
@@ -119,7 +116,7 @@ class Probing:
         from finetune_mile.images.splits import labelled_pools
         from finetune_mile.measures.probing import floor, measure_of, probe, ranking
 
-        data = load_data(self.how.data)
+        data = load_data(self.data)
         fraction = self.fraction
         seeds = 1 if fraction == 1 else self.seeds  # all labels are the same labels in every draw
         labelled = [labelled_pools(data, fraction=fraction, seed=seed).indices["labelled"] for seed in range(seeds)]
@@ -127,7 +124,7 @@ class Probing:
         probed, facts = {}, {}
         for init in self.inits:
             began = time.monotonic()
-            store = self.how.features(init, data, accelerator, signals, rows=needed)
+            store = self.features(init, data, accelerator, signals, rows=needed)
             embedded = time.monotonic()
             if not accelerator.is_main_process:
                 continue

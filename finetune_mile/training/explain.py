@@ -15,6 +15,7 @@ from rich.table import Table
 from finetune_mile.config.resolve import Resolved, flat
 from finetune_mile.config.schema import Recipe
 from finetune_mile.images.index import say_unreadable
+from finetune_mile.images.splits import one_label_each
 from finetune_mile.learning.phases import Phase, trace
 from finetune_mile.training.plan import MOST_LABELS, has_trial, unintended
 
@@ -79,8 +80,7 @@ def about_data(resolved: Resolved, task: Task) -> Iterator[str]:
         f"{'' if data.test is None else f'{len(data.test):,} test images (scored once, at the end), '}"
         f"{task.num_classes:,} classes, shown at {size} x {size} pixels (--size)"
     )
-    given = data.train.given
-    unused = len(given) - int(((given > 0).any(1) if given.ndim == 2 else given >= 0).sum())
+    unused = int((one_label_each(data.train.given) < 0).sum())
     if recipe.semi == "none" and unused:
         yield f"        {unused:,} images have no label and are not used; use them with --method mile --semi all"
     if schedule_is_given(resolved):  # else it is the recipe's business

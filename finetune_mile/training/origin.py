@@ -62,11 +62,6 @@ def parse_model(spec: str, flag: str) -> Init:
         raise Problem(f"{flag} {spec}: no such file; {hint}") from error
 
 
-def run_folder(model: Init) -> Path | None:
-    """The folder of one of our runs or exports; None for all else."""
-    return model.path if model.path and model.kind == "folder" and "arch" in read_config(model.path) else None
-
-
 def is_logits(source: Init | None) -> bool:
     """Does a --compare name a file of saved logits?"""
     return source is not None and source.kind == "file" and source.name.endswith(".parquet")
@@ -74,9 +69,10 @@ def is_logits(source: Init | None) -> bool:
 
 def file_of_run(model: Init, name: str) -> Path | None:
     """A file of a run folder, or of the run that an export folder is in; None for a model that is no run."""
-    folder = run_folder(model)
-    places = (folder / name, folder.parent / name) if folder else ()
-    return next((path for path in places if path.is_file()), None)
+    folder = model.path if model.kind == "folder" else None
+    if folder is None or "arch" not in read_config(folder):
+        return None
+    return next((path for path in (folder / name, folder.parent / name) if path.is_file()), None)
 
 
 def recipe_of(model: Init) -> dict[str, Any]:

@@ -70,8 +70,7 @@ MODEL = "model"  # the run folder that `predict` takes
 class Quickstart:
     """A first comparison, from reading the photos to the page."""
 
-    how: Embedding  # data and features
-    init: Init
+    how: Embedding  # checkpoint, data and features
     reason: str  # for this checkpoint
     out: Path
     clock: Clock
@@ -119,6 +118,10 @@ class Quickstart:
         write_json(self.out / "quickstart.json", facts)
         self.write_page(data, facts, rows[:DOUBTS])
         return facts
+
+    @property
+    def init(self) -> Init:
+        return self.how.inits[0]
 
     @property
     def split(self) -> Path:

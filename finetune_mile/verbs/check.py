@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_mile.checkpoints.init import parse_init, parse_source
-from finetune_mile.config.flags import Flags, verb_parser
-from finetune_mile.config.flags import parse as parse_run
+from finetune_mile.config.flags import SETTINGS, Flags, build_parser, read_flags, verb_parser
 from finetune_mile.config.resolve import resolve_anywhere
 from finetune_mile.core.problems import Problem, tell
 from finetune_mile.images.index import Data
@@ -62,7 +61,9 @@ def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 a check failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
     parser = verb_parser("check", FLAGS, description=ABOUT, epilog=EPILOG, usage=USAGE)
     options, rest = parser.parse_known_args(argv)
-    run = parse_run(rest, FLAGS)
+    run_parser = build_parser()
+    run_parser.others = FLAGS
+    run = read_flags(run_parser, rest, SETTINGS)
     settings, sets = run.given, run.sets
     images, bank = _count("--images", options.images), _count("--bank", options.bank)
     if options.table is not None:
@@ -92,12 +93,12 @@ def main(argv: list[str]) -> int:
     if resolved.recipe.teacher is not None:
         parse_source(resolved.recipe.teacher, "--teacher")
     from finetune_mile.training.checks import check_run
-    from finetune_mile.training.processes import Signals, Stopped, from_first
+    from finetune_mile.training.processes import Signals, Stopped
 
     with Signals() as signals:
         try:
             checks = check_run(resolved, look, counts, images or IMAGES, bank, run.out or Path("runs"), signals)
-            return _sum_up(from_first([_say(check) for check in checks]))
+            return _report(checks)
         except Stopped as stopped:
             return 128 + stopped.signum
 
@@ -127,24 +128,22 @@ def _count(flag: str, text: str | None) -> int | None:
     return int(text)
 
 
-def _print(line: str) -> None:
-    """On the first process."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
+def _report(checks: Iterable[Check]) -> int:
+    """Print each check when it is done, then what to do about those that failed, and the verdict."""
+    from rich.console import Console
 
+    from finetune_mile.training.processes import from_first
 
-def _say(check: Check) -> Check:
-    _print(f"{check.name:<9}{check.state:<6}{check.text}")
-    return check
-
-
-def _sum_up(done: list[Check]) -> int:
-    """What to do about checks that failed, and the verdict."""
+    out = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=os.environ.get("RANK", "0") != "0")
+    done = []
+    for check in checks:
+        out.print(f"{check.name:<9}{check.state:<6}{check.text}")
+        done.append(check)
+    done = from_first(done)
     off = [check for check in done if check.state == "off"]
     for check in off:
-        _print(f"{check.name} is off. Check next: {check.advice}")
+        out.print(f"{check.name} is off. Check next: {check.advice}")
     slow = ", but reading images will limit the speed" if any(check.state == "slow" for check in done) else ""
     names = ", ".join(check.name for check in off)
-    _print(f'not ready: {names} (docs/imagenet.md, "A number is off")' if off else f"ready{slow}")
+    out.print(f'not ready: {names} (docs/imagenet.md, "A number is off")' if off else f"ready{slow}")
     return 1 if off else 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from finetune_mile.config.flags import Flags, Parser, init_text, verb_parser
 from finetune_mile.images.index import say_skipped
-from finetune_mile.training.embedding import FLAGS, read_flags
+from finetune_mile.training.embedding import FLAGS, Embedding
 
 EPILOG = """examples:
   finetune-mile embed --init moco.pth.tar --data folder:photos features/photos
@@ -31,13 +31,13 @@ def build_parser() -> Parser:
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
     options = build_parser().parse_args(argv)
-    how, (init,) = read_flags(options, [init_text(options.init, options.format)])
+    how = Embedding.of_flags(options, [init_text(options.init, options.format)])
     from accelerate import Accelerator
 
     from finetune_mile.training.processes import Signals, stoppable
 
     def work(accelerator: Accelerator, signals: Signals) -> None:
-        store = how.everything(init, accelerator, signals, path=options.out, views=options.views)
+        store = how.everything(accelerator, signals, path=options.out, views=options.views)
         if not accelerator.is_main_process:
             return
         train, val = store.features("train"), store.state("val")

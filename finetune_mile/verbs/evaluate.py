@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from finetune_mile.config.flags import Flags, Parser, add_flags, attempt, check_all, outside, verb_parser
+from finetune_mile.config.flags import Flags, Parser, attempt, check_all, outside, verb_parser
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
 from finetune_mile.images.sources import check_truth, split_name
@@ -56,7 +56,9 @@ RANGES = {"batch_size": (1, LARGEST_BATCH), "workers": (0, MOST_WORKERS), "draws
 def build_parser() -> Parser:
     parser = verb_parser("eval", {}, description=__doc__, epilog=EPILOG)
     for title, flags in FLAGS.items():
-        add_flags(parser.add_argument_group(title), flags)
+        group = parser.add_argument_group(title)
+        for name, how in flags.items():
+            group.add_argument(name, **how)
     return parser
 
 

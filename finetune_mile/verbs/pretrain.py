@@ -110,9 +110,13 @@ def describe(resolved: ResolvedPretrain, setup: PretrainSetup, *, full: bool) ->
     if full:
         out.print(settings_table(recipe, resolved.said_by, {}))
     weights = sum(p.numel() for p in setup.trunk.parameters())
-    out.print(f"recipe  {resolved.path.name} ({resolved.why})")
-    out.print(f"data    {setup.data.name}: {count:,} images without their labels")
-    out.print(f"network {recipe.arch}, {weights:,} parameters, at {recipe.size} pixels")
     epochs = recipe.steps / setup.plan.steps_per_epoch
-    out.print(f"method  {recipe.method}: {recipe.steps:,} steps = {epochs:.1f} epochs")
-    out.print(f"batch   {recipe.batch_size} images in {world} process{'es' if world > 1 else ''}")
+    out.print(
+        f"recipe  {resolved.path.name} ({resolved.why})",
+        f"data    {setup.data.name}: {count:,} images without their labels",
+        f"network {recipe.arch}, {weights:,} parameters, at {recipe.size} pixels",
+        f"method  {recipe.method}: {recipe.steps:,} steps = {epochs:.1f} epochs",
+        f"batch   {recipe.batch_size} images in {world} process{'es' if world > 1 else ''}",
+        sep="\n",
+        markup=False,
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune_mile.config.flags import Flags, Parser, init_text, verb_parser
 from finetune_mile.core.files import write_json
-from finetune_mile.training.embedding import FLAGS, Probing, read_flags
+from finetune_mile.training.embedding import FLAGS, Probing
 
 EPILOG = """examples:
   finetune-mile probe --init moco.pth.tar --init timm:resnet50.a1_in1k --data folder:photos --fraction 0.1
@@ -66,8 +66,7 @@ def check(options: argparse.Namespace) -> Probing:
     for flag, path in (("--json", options.json), ("--html", options.html)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             problems.append(f"{flag} {path}: {'is a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
-    how, inits = read_flags(options, [init_text(text, options.format) for text in options.init], *problems)
-    return Probing(how=how, inits=inits, fraction=options.fraction, seeds=options.seeds, k=options.k)
+    return Probing.of_flags(options, [init_text(text, options.format) for text in options.init], *problems)
 
 
 def show(result: dict[str, Any]) -> None:

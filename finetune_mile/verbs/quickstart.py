@@ -12,7 +12,8 @@ from finetune_mile.config.flags import Flags, check_all, init_text, verb_parser
 from finetune_mile.core.files import check_empty
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
-from finetune_mile.training import embedding
+from finetune_mile.training.embedding import FLAGS as FEATURE_FLAGS
+from finetune_mile.training.embedding import Embedding
 from finetune_mile.training.folder import claim_folder
 from finetune_mile.training.minutes import Clock, wrong_minutes
 
@@ -33,7 +34,7 @@ FLAGS: Flags = {
     "--init": {"help": "the checkpoint, as for `run`"},
     "--minutes": {"type": float, "default": 10.0, "help": "time to use (default: %(default)g)"},
     "--download": {"action": "store_true", "help": f"without --init: download {DOWNLOADED}, no question"},
-    **{name: embedding.FLAGS[name] for name in ("--arch", "--format", "--size", "--workers")},
+    **{name: FEATURE_FLAGS[name] for name in ("--arch", "--format", "--size", "--workers")},
     "--out": {"type": Path, "help": "a new folder (default: runs/quickstart-N)"},
 }
 
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
         text, reason = choose_init(options.data, download=options.download)
     else:
         text, reason = init_text(options.init, options.format), "--init"
-    how, (init,) = embedding.read_flags(options, [text])
+    how = Embedding.of_flags(options, [text])
     out = options.out or claim_folder(Path("runs"), "quickstart")
     clock = Clock(options.minutes)
     from finetune_mile.training.processes import stoppable
@@ -59,9 +60,7 @@ def main(argv: list[str]) -> int:
 
     return stoppable(
         lambda accelerator, signals: show(
-            Quickstart(
-                how=how, init=init, reason=reason, out=out, clock=clock, accelerator=accelerator, signals=signals
-            ).work(),
+            Quickstart(how=how, reason=reason, out=out, clock=clock, accelerator=accelerator, signals=signals).work(),
             out / "quickstart.html",
         )
     )

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from finetune_mile.config.flags import Flags, verb_parser
@@ -56,9 +57,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def listed() -> list[tuple[str, str]]:
+def listed() -> Iterator[tuple[str, str]]:
     """Names of recipes that a run takes, each with the first sentence of its comment."""
-    folder, rows = shipped("recipes"), []
+    folder = shipped("recipes")
     for path in sorted(folder.rglob("*.yaml")):
         file = path.relative_to(folder)
         if file.parts[0] in NO_RUNS:
@@ -66,5 +67,4 @@ def listed() -> list[tuple[str, str]]:
         lines = path.read_text(encoding="utf-8").splitlines()
         text = " ".join(line[1:].strip() for line in lines if line.startswith("#") and "$schema" not in line)
         about = re.split(r"(?<=[.?]) (?=[A-Z])| {2}", text.strip(), maxsplit=1)[0]  # two blanks: a paragraph ends
-        rows.append((str(file.with_suffix("")), about))
-    return rows
+        yield str(file.with_suffix("")), about
