@@ -33,7 +33,7 @@ from finetune_mile.learning.roles import Roles
 from finetune_mile.measures.guards import lower_rates
 from finetune_mile.measures.predictions import pick_probe
 from finetune_mile.networks.heads import build
-from finetune_mile.pages.report import INK, embed, plot_figure, png_of, write_page
+from finetune_mile.pages.report import INK, data_url, plot_figure, png_of, png_of_figure, write_page
 from finetune_mile.paper.pretraining.methods import METHODS, Learner
 from finetune_mile.paper.pretraining.recipe import Pretrain
 from finetune_mile.paper.pretraining.views import SEEDS, draw, make_view
@@ -217,7 +217,7 @@ def open_folder(setup: PretrainSetup, path: Path, *, resume: bool, overwrite: bo
 def train(setup: PretrainSetup, folder: RunFolder) -> int:
     """Train what is left, then finish; returns the exit code."""
     switches = computing(precision=setup.recipe.precision, benchmark=uses_gpu())
-    with switches, recorded(setup.device, folder, keep_checkpoints=True) as outcome:
+    with switches, recorded(setup.device, folder, keep_checkpoints=True, verb="pretrain") as outcome:
         setup.store_images()
         before, monitor = train_steps(setup, folder)
         spread = weight_spread(setup.learner)
@@ -317,7 +317,7 @@ def write_report(setup: PretrainSetup, folder: RunFolder, results: dict[str, Any
         title=folder.path.name,
         recipe=setup.recipe,
         results={key: value for key, value in results.items() if value is not None},
-        loss=embed(plot),
+        loss=data_url(png_of_figure(plot)),
         settings=to_yaml(setup.recipe),
     )
 
