@@ -38,19 +38,19 @@ class Enough(Exception):
 
 
 @dataclass
-class Outcome:
+class Ending:
     """How a run ended."""
 
     code: int = 0  # to exit with
 
 
 @contextlib.contextmanager
-def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool, verb: str = "run") -> Iterator[Outcome]:
+def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool, verb: str = "run") -> Iterator[Ending]:
     """Keep the status of a run in run.json while it works; one that was told to stop ends here.
 
     Without `keep_checkpoints` those of a finished run are removed, as the last thing. `verb` continues a stopped one.
     """
-    accelerator, signals, outcome = device.accelerator, device.signals, Outcome()
+    accelerator, signals, outcome = device.accelerator, device.signals, Ending()
     main, again = accelerator.is_main_process, shlex.join(["finetune-mile", verb, "--resume", str(folder.path)])
 
     def record(**facts: object) -> None:
