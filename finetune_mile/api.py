@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from finetune_mile.config.flags import SETTINGS, TYPES, RunOptions, empty_value, flag_of, resumed
+from finetune_mile.config.flags import SETTINGS, TYPES, RunOptions, empty_value, flag_of, init_text, resumed
 from finetune_mile.core.in_memory import SCHEME, named
 from finetune_mile.core.problems import Problem
 from finetune_mile.run import prepare, run
-from finetune_mile.training.embedding import Embedding, probe_checkpoints
+from finetune_mile.training.embedding import Embedding
 from finetune_mile.training.folder import read_info
 from finetune_mile.verbs import embed as embedding
 from finetune_mile.verbs import evaluate as evaluation
@@ -166,10 +166,10 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
     import pyarrow.parquet as pq
 
     with named(init, data) as (init_name, data_name):
-        filled = embedding.build_parser().fill({"init": init_name, "data": data_name, **flags})
-        options, opened = embedding.check(filled)
-        how, more = Embedding.of_flags(options), {"path": options.out, "views": options.views}
-        store = _done(lambda *processes: how.everything(opened, *processes, **more))
+        options = embedding.build_parser().fill({"init": init_name, "data": data_name, **flags})
+        how = Embedding.of_flags(options, [init_text(options.init, options.format)])
+        more = {"path": options.out, "views": options.views}
+        store = _done(lambda *processes: how.everything(*processes, **more))
     splits: tuple[Split, ...] = ("train", "val")
     answer = {}
     for split in splits:
@@ -189,9 +189,8 @@ def probe(init: Network | Sequence[Network], data: Images, **flags: Any) -> dict
     """
     inits = init if isinstance(init, list | tuple) else [init]
     with named(data, *inits) as (data_name, *names):
-        options, opened = probing.check(probing.build_parser().fill({"init": names, "data": data_name, **flags}))
-        how, draws = Embedding.of_flags(options), {name: getattr(options, name) for name in ("fraction", "seeds", "k")}
-        return _done(lambda *processes: probe_checkpoints(opened, how, *processes, **draws)) or {}
+        probes = probing.check(probing.build_parser().fill({"init": names, "data": data_name, **flags}))
+        return _done(probes.compare) or {}
 
 
 def evaluate(
@@ -208,16 +207,16 @@ def evaluate(
     with named(data) as (data_name,):
         text = f"run:{model.folder}" if isinstance(model, Run) else str(model)
         values = {"model": text, "data": data_name, "out": out, **flags}
-        options = evaluation.check(evaluation.build_parser().fill(values))
-        from finetune_mile.training.evaluation import Evaluation
+        options = evaluation.build_parser().fill(values)
+        asked = evaluation.check(options)
+        from finetune_mile.training import evaluation as evaluating
 
-        work = Evaluation.of_flags(options)
         with _accelerator_of_its_own():
-            scored = work.score()
+            scored = evaluating.evaluate(asked)
     if scored is None:
         return {}
     if out is not None:
-        work.write(scored, options.out)
+        evaluating.write(asked, scored, options.out)
     compared = {key: dataclasses.asdict(each) for key, each in scored.differences.items()}
     return scored.results | ({"comparison": compared} if compared else {})
 

@@ -61,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
         code: int = importlib.import_module(VERBS[verb][0]).main(rest)
     except Problem as problem:
         return tell(problem)
+    except KeyboardInterrupt:
+        return 130
     return code
 
 

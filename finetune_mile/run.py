@@ -73,7 +73,7 @@ def run_seeds(options: RunOptions, seeds: int) -> int:
 
 def print_settings(options: RunOptions) -> int:
     """`--explain --json`: the resolved recipe, without data, weights or torch."""
-    from finetune_mile.training.settings import settings_json
+    from finetune_mile.training.explain import settings_json
 
     if not options.explain:
         raise Problem("--json belongs to --explain: add --explain, or leave --json out")

@@ -34,16 +34,16 @@ def render():
 
     from finetune_mile.pages import report
 
-    real, one_pixel = report._png, report.png_of(torch.zeros(3, 1, 1, dtype=torch.uint8))
+    real, one_pixel = report.png_of_figure, report.png_of(torch.zeros(3, 1, 1, dtype=torch.uint8))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_png", lambda figure: one_pixel)
+        patch.setattr(report, "png_of_figure", lambda figure: one_pixel)
         yield real
 
 
 @pytest.fixture
 def rendered(monkeypatch, render):
     """Figures are rendered in this test."""
-    monkeypatch.setattr("finetune_mile.pages.report._png", render)
+    monkeypatch.setattr("finetune_mile.pages.report.png_of_figure", render)
 
 
 @pytest.fixture(autouse=True)

@@ -52,10 +52,9 @@ STATEMENTS = {
     "verbs": 779,
 }
 # Left from before these rules. Nothing may be added.
-TOO_LONG = {"training/explain.py:explain"}
+TOO_LONG: set[str] = set()
 TOO_WIDE = {
-    "api.py:train",  # public: its keywords are the flags that most calls need, with their sentences in help(train)
-    "training/minutes.py:train_in_time",
+    "api.py:train"  # public: its keywords are the flags that most calls need, with their sentences in help(train)
 }
 TWINS = {"Block", "State"}  # of methods: each file has its own settings and its own memory by these names
 MOST_LINES_OF_A_VERB = 150

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn, get_args
+from typing import Any, Final, Literal, NoReturn, TypeVar, get_args
 
 from finetune_mile.config.schema import Variant
 from finetune_mile.core.problems import Problem, did_you_mean, nearest
 from finetune_mile.methods import METHODS
 
+T = TypeVar("T")
 # Other tools' names of a flag.
 SAME = {"--lr": ("--learning-rate",), "--size": ("--image-size",), "--patience": ("--early-stopping",)}
 _WHOLE = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
@@ -165,6 +166,8 @@ class Parser(argparse.ArgumentParser):
     nearest one.
     """
 
+    others: Iterable[str] = ()  # flags that are read by another parser, and may be the nearest ones
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, rest = self.parse_known_args(args, namespace)
         if rest:
@@ -176,7 +179,7 @@ class Parser(argparse.ArgumentParser):
         flags = [word.partition("=")[0] for word in rest if word.startswith("-")]
         if not flags:
             return [f"unexpected argument {word!r}. Settings are flags (see --help)." for word in rest[:1]]
-        near = {flag: nearest(flag, self._option_string_actions) for flag in flags}
+        near = {flag: nearest(flag, [*self._option_string_actions, *self.others]) for flag in flags}
         return [
             f"{flag}: unknown flag" + (f"; did you mean {names[0]}?" if names else " (--help lists them)")
             for flag, names in near.items()
@@ -233,6 +236,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise Problem(f"{message} (--help lists the flags)")
+
+
+Flags = dict[str, dict[str, Any]]  # flags, and arguments without dashes: each with what argparse takes
+
+
+def verb_parser(verb: str, flags: Flags, *, description: str | None, epilog: str, usage: str | None = None) -> Parser:
+    """The parser of a verb."""
+    parser = Parser(
+        prog=f"finetune-mile {verb}", allow_abbrev=False, description=description, epilog=epilog, usage=usage,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    for name, how in flags.items():
+        parser.add_argument(name, **how)
+    return parser
 
 
 class Help(argparse.Action):
@@ -305,7 +322,7 @@ def empty_value(flag: str) -> str:
 
 def outside(options: argparse.Namespace, **ranges: tuple[int, int]) -> list[str]:
     """A sentence for each flag whose number is below the first or above the second one of its range."""
-    given = {name: getattr(options, name) for name in ranges if getattr(options, name) is not None}
+    given = {name: value for name, value in vars(options).items() if name in ranges and value is not None}
     return [
         f"--{name.replace('_', '-')} {value}: must be from {ranges[name][0]} to {ranges[name][1]:,}"
         for name, value in given.items()
@@ -313,13 +330,19 @@ def outside(options: argparse.Namespace, **ranges: tuple[int, int]) -> list[str]
     ]
 
 
+def attempt(problems: list[str], work: Callable[..., T], *arguments: Any) -> T | None:
+    """What some work returns; where it raises a `Problem`, None, and its sentences are added to `problems`."""
+    try:
+        return work(*arguments)
+    except Problem as problem:
+        problems += problem.sentences
+        return None
+
+
 def check_all(sentences: Iterable[str], *checks: Callable[[], object]) -> None:
     """Raise one `Problem` with all sentences and those of every check that raises one."""
     problems = list(sentences)
     for check in checks:
-        try:
-            check()
-        except Problem as problem:
-            problems += problem.sentences
+        attempt(problems, check)
     if problems:
         raise Problem(*problems)

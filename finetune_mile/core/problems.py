@@ -48,6 +48,7 @@ ALIASES = {
     **dict.fromkeys(("--pretrained", "--checkpoint", "--weights"), "--init"),
     **dict.fromkeys(("--img-size", "--image-size", "--input-size", "--resolution"), "--size"),
     **dict.fromkeys(("--freeze", "--frozen", "--freeze-backbone", "--linear-probe"), "--trunk frozen"),
+    **dict.fromkeys(("--workers", "--num-workers"), "--set workers="),
     "--weight-decay": "--set optimizer.weight_decay=",
 }  # fmt: skip
 

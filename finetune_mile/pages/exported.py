@@ -62,7 +62,12 @@ def _write(opened: Opened, part: Path, form: Form, run: Path, pixels: bool) -> f
     else:
         import timm
 
-        call = exporting.write_timm(part, network, config, _wrapper(config) if form == "hf" else None)
+        kind = "multi_label_classification" if config["activation"] == "sigmoid" else "single_label_classification"
+        # By these entries transformers knows its wrapper of timm's networks.
+        wrapper = {
+            "architectures": ["TimmWrapperForImageClassification"], "model_type": "timm_wrapper", "problem_type": kind,
+        }  # fmt: skip
+        call = exporting.write_timm(part, network, config, wrapper if form == "hf" else None)
         written = json.loads((part / "config.json").read_text(encoding="utf-8"))
         other = timm.create_model(
             written["architecture"], num_classes=written["num_classes"],
@@ -83,15 +88,6 @@ def _config(opened: Opened) -> dict[str, Any]:
         **opened.card.preprocess.model_dump(mode="json"), "arch": opened.report.arch, "padding": opened.report.padding,
         "num_classes": opened.report.classifier, "classes": list(opened.classes or ()),
         "activation": opened.activation or "softmax",
-    }  # fmt: skip
-
-
-def _wrapper(config: dict[str, Any]) -> dict[str, Any]:
-    """The entries of config.json by which transformers knows its wrapper of timm's networks."""
-    several = config["activation"] == "sigmoid"
-    return {
-        "architectures": ["TimmWrapperForImageClassification"], "model_type": "timm_wrapper",
-        "problem_type": "multi_label_classification" if several else "single_label_classification",
     }  # fmt: skip
 
 

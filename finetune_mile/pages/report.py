@@ -77,7 +77,7 @@ def write_report(task: Task, scored: Scored, folder: RunFolder) -> None:
         rows=closing_rows(results, task.recipe.method),
         per_class={name: class_rows(task.data.classes, table) for name, table in scored.tables.items()},
         notes=[*scored.notes, *unread],
-        plots={name: embed(figure) for name, figure in plots.items() if figure is not None},
+        plots={name: data_url(png_of_figure(figure)) for name, figure in plots.items() if figure is not None},
         verdicts=[r for r in records if r["kind"] == "gate"],
         gallery=gallery(task, scored.shown, scored.threshold),
         threshold=say_threshold(scored.threshold),
@@ -116,16 +116,12 @@ def plot_figure(columns: int, title: str) -> tuple[Figure, list[Any]]:
     return figure, axes
 
 
-def embed(figure: Figure) -> str:
-    return data_url(_png(figure))
-
-
 def pixels(figure: Figure) -> NDArray[np.uint8]:
     """A figure as an image (H, W, 3), for trackers."""
-    return np.asarray(Image.open(io.BytesIO(_png(figure))).convert("RGB"))
+    return np.asarray(Image.open(io.BytesIO(png_of_figure(figure))).convert("RGB"))
 
 
-def _png(figure: Figure) -> bytes:
+def png_of_figure(figure: Figure) -> bytes:
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=130)
     return stream.getvalue()

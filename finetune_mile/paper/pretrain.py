@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from finetune_mile.config.flags import RESUME, Parser, RunOptions, number, parse, resumed
+from finetune_mile.config.flags import RESUME, Flags, Parser, RunOptions, number, parse, resumed, verb_parser
 from finetune_mile.config.resolve import resolve_tree
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
@@ -19,37 +18,38 @@ if TYPE_CHECKING:
     from finetune_mile.paper.pretraining.run import PretrainSetup
 
 SETTINGS = ("recipe", "method", "data", "arch", "steps", "batch_size", "lr", "seed")
-
 EPILOG = """examples:
   finetune-mile pretrain                                                   SimCLR on the demo's grids
   finetune-mile pretrain --method byol --data folder:photos --out runs/byol
   finetune-mile run --init runs/byol --data folder:photos --fraction 0.1   and on to fine-tuning
   ACCELERATE_USE_CPU=1 torchrun --nproc_per_node 2 -m finetune_mile.cli pretrain          two processes
 """
+FLAGS: Flags = {
+    "--recipe": {"metavar": "FILE", "help": "a recipe file, or its name below recipes/pretrain/"},
+    "--method": {"help": " | ".join(get_args(Method))},
+    "--data": {"help": "any --data of `run`, or a folder of unlabelled images; labels are not used"},
+    "--arch": {"help": "network, such as resnet-mini, resnet18-cifar, resnet50, timm:NAME"},
+    "--steps": {"type": number, "help": "optimiser steps"},
+    "--batch-size": {"type": number, "help": "images per step, over all processes"},
+    "--lr": {"type": number, "help": "base learning rate"},
+    "--seed": {"type": number, "help": "of weights, order and views"},
+    "--set": {
+        "action": "append",
+        "default": [],
+        "metavar": "KEY=VALUE",
+        "dest": "sets",
+        "help": "any other setting of the recipe, such as simclr.temperature=0.1",
+    },
+    "--out": {"type": Path, "help": "run folder (default: runs/pretrain-<number>)"},
+    "--overwrite": {"action": "store_true", "help": "replace a run that is in --out"},
+    "--resume": {"type": resumed, "metavar": "DIR|auto", "help": RESUME},
+    "--explain": {"action": "store_true", "help": "print what would be done, and stop"},
+}
 
 
 def build_parser() -> Parser:
-    """Every flag."""
-    parser = Parser(
-        prog="finetune-mile pretrain", allow_abbrev=False, epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Pre-train a network without labels; the result is a lightly checkpoint that --init takes.",
-    )  # fmt: skip
-    parser.add_argument("--recipe", metavar="FILE", help="a recipe file, or its name below recipes/pretrain/")
-    parser.add_argument("--method", help=" | ".join(get_args(Method)))
-    parser.add_argument("--data", help="any --data of `run`, or a folder of unlabelled images; labels are not used")
-    parser.add_argument("--arch", help="network, such as resnet-mini, resnet18-cifar, resnet50, timm:NAME")
-    parser.add_argument("--steps", type=number, help="optimiser steps")
-    parser.add_argument("--batch-size", type=number, help="images per step, over all processes")
-    parser.add_argument("--lr", type=number, help="base learning rate")
-    parser.add_argument("--seed", type=number, help="of weights, order and views")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
-                        help="any other setting of the recipe, such as simclr.temperature=0.1")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="run folder (default: runs/pretrain-<number>)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a run that is in --out")
-    parser.add_argument("--resume", type=resumed, metavar="DIR|auto", help=RESUME)
-    parser.add_argument("--explain", action="store_true", help="print what would be done, and stop")
-    return parser
+    about = "Pre-train a network without labels; the result is a lightly checkpoint that --init takes."
+    return verb_parser("pretrain", FLAGS, description=about, epilog=EPILOG)
 
 
 def main(argv: list[str]) -> int:
@@ -102,16 +102,20 @@ def describe(resolved: ResolvedPretrain, setup: PretrainSetup, *, full: bool) ->
     """Print the run: a few lines, or with `full` also every setting."""
     from rich.console import Console
 
-    from finetune_mile.training.settings import settings_table
+    from finetune_mile.training.explain import settings_table
 
     out = Console(stderr=not full, highlight=False, soft_wrap=True)
     recipe, world = setup.recipe, setup.device.accelerator.num_processes
     if full:
         out.print(settings_table(recipe, resolved.said_by, {}))
     weights = sum(p.numel() for p in setup.learner.backbone.parameters())
-    out.print(f"recipe  {resolved.path.name} ({resolved.why})")
-    out.print(f"data    {setup.data.name}: {len(setup.data.train):,} images without their labels")
-    out.print(f"network {recipe.arch}, {weights:,} parameters, at {recipe.size} pixels")
     epochs = recipe.steps / setup.plan.steps_per_epoch
-    out.print(f"method  {recipe.method}: {recipe.steps:,} steps = {epochs:.1f} epochs")
-    out.print(f"batch   {recipe.batch_size} images in {world} process{'es' if world > 1 else ''}")
+    out.print(
+        f"recipe  {resolved.path.name} ({resolved.why})",
+        f"data    {setup.data.name}: {len(setup.data.train):,} images without their labels",
+        f"network {recipe.arch}, {weights:,} parameters, at {recipe.size} pixels",
+        f"method  {recipe.method}: {recipe.steps:,} steps = {epochs:.1f} epochs",
+        f"batch   {recipe.batch_size} images in {world} process{'es' if world > 1 else ''}",
+        sep="\n",
+        markup=False,
+    )

@@ -78,8 +78,8 @@ def check_run(
             text = f"{resolved.recipe.init}: {model.report.arch}; its weights are not here, random ones are used"
             yield Check("load", "-", text)
         pace = rehearse(task, model, device, LONGEST, Path(folder), here=here)
-        yield from check_step(task, model, device, pace)
-    cost = price(task.recipe, data, task.pools, task.plan, pace, here=here)
+        cost = price(task.recipe, data, task.pools, task.plan, pace, here=here)
+        yield from check_step(task, model, device, pace, cost)
     yield from check_cost(task, model, cost, out)
     # A warning about a recipe of ours that nobody changed would be no advice.
     if schedule_is_given(resolved) or not resolved.path.is_relative_to(shipped("recipes")):
@@ -140,7 +140,7 @@ def check_checkpoint(
 # ------------------------------------------------------------------------------------ a step, and its room
 
 
-def check_step(task: Task, model: Model, device: Device, pace: Pace) -> Iterator[Check]:
+def check_step(task: Task, model: Model, device: Device, pace: Pace, cost: Price) -> Iterator[Check]:
     """The steps that were taken, on every process: time, loss, memory; then reading."""
     recipe, world = task.recipe, device.accelerator.num_processes
     if recipe.trunk == "frozen":
@@ -159,7 +159,7 @@ def check_step(task: Task, model: Model, device: Device, pace: Pace) -> Iterator
     used, total = max(memory for _, _, memory in ranks), _memory(device, used=False)
     text = f"a process has used {decimal(used)} of its {decimal(total)}"
     if scaled:
-        used = max(used, pace.need.fixed + pace.need.per_image * recipe.batch_size // parts)
+        used = max(used, cost.need.here(recipe.batch_size // parts))
         text += f"; with the complete batch it takes about {decimal(used)}"
     yield Check("memory", "ok" if used <= total else "off", text, "--set accumulate=N: the batch stays the same")
     if device.workers:

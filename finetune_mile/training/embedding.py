@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import Namespace
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from finetune_mile.checkpoints.cards import fetch_card, find_card
 from finetune_mile.checkpoints.init import Init, parse_init
-from finetune_mile.config.flags import FORMAT, Parser, check_all, outside
+from finetune_mile.config.flags import FORMAT, Flags, attempt, check_all, outside
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
 from finetune_mile.images.sources import load_data, split_name
 
@@ -22,13 +22,12 @@ if TYPE_CHECKING:
     from finetune_mile.images.sets import Data
     from finetune_mile.training.processes import Signals
 
-MOST_VIEWS, LARGEST_SIZE = 1000, 8192
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
-    """How features are computed and kept."""
+    """Which features are computed, and how they are kept."""
 
+    inits: list[Init]  # the checkpoints
     data: str  # --data
     arch: str | None = None  # where the checkpoint does not say it
     size: int | None = None  # image side; None: the checkpoint's
@@ -38,8 +37,20 @@ class Embedding:
     workers: int | None = None  # loader processes; None: from the cores
 
     @classmethod
-    def of_flags(cls, options: argparse.Namespace) -> Embedding:
-        return cls(**{each.name: getattr(options, each.name) for each in fields(cls)})
+    def of_flags(cls, options: Namespace, inits: list[str], *problems: str) -> Self:
+        """The value of flags and of the texts of --init; no torch yet.
+
+        All that cannot work is refused at once, after other `problems`.
+        """
+        told = [*problems, *outside(options, **RANGES)]
+        attempt(told, split_name, options.data)
+        opened = [init for text in inits if (init := attempt(told, parse_init, text)) is not None]
+        check_all(told)
+        for init in opened:
+            if init.kind == "card":
+                fetch_card(find_card(init.name))
+        names = {each.name for each in fields(cls)} & vars(options).keys()
+        return cls(inits=opened, **{name: getattr(options, name) for name in names})
 
     def features(
         self, init: Init, data: Data, accelerator: Accelerator, signals: Signals, *, path: Path | None = None,
@@ -66,93 +77,69 @@ class Embedding:
         return embed(device, wanted, about=about, path=path, rows=rows, views=views)
 
     def everything(
-        self, init: Init, accelerator: Accelerator, signals: Signals, *, path: Path | None = None, views: int = 0
+        self, accelerator: Accelerator, signals: Signals, *, path: Path | None = None, views: int = 0
     ) -> Store:
-        """The features of all images, labelled or not."""
+        """The features of all images, labelled or not, of one checkpoint."""
         data = load_data(self.data, need_labels=False)
-        return self.features(init, data, accelerator, signals, path=path, views=views)
+        return self.features(self.inits[0], data, accelerator, signals, path=path, views=views)
 
 
-def add_flags(parser: Parser) -> None:
-    """The flags of an `Embedding`."""
-    parser.add_argument("--data", required=True, help="as for `run`: demo, folder:DIR, hf:NAME, csv:FILE, ...")
-    parser.add_argument("--arch", help="network, where the checkpoint does not say it")
-    parser.add_argument("--format", help=FORMAT)
-    parser.add_argument("--size", type=int, help="image side (default: as the checkpoint says)")
-    parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="on disk (default: float16)")
-    parser.add_argument(
-        "--verify", action="store_true",
-        help="identify images by their contents, instead of path, size and modification time",
-    )  # fmt: skip
-    parser.add_argument("--batch-size", type=int, default=128, help="over all processes (default: %(default)s)")
-    parser.add_argument("--workers", type=int, help="loader processes (default: from the cores)")
+FLAGS: Flags = {  # of an `Embedding`, and --format
+    "--data": {"required": True, "help": "as for `run`: demo, folder:DIR, hf:NAME, csv:FILE, ..."},
+    "--arch": {"help": "network, where the checkpoint does not say it"},
+    "--format": {"help": FORMAT},
+    "--size": {"type": int, "help": "image side (default: as the checkpoint says)"},
+    "--dtype": {"choices": ("float16", "float32"), "default": "float16", "help": "on disk (default: float16)"},
+    "--verify": {
+        "action": "store_true",
+        "help": "identify images by their contents, instead of path, size and modification time",
+    },
+    "--batch-size": {"type": int, "default": 128, "help": "over all processes (default: %(default)s)"},
+    "--workers": {"type": int, "help": "loader processes (default: from the cores)"},
+}
+RANGES = {
+    "size": (1, 8192), "batch_size": (1, LARGEST_BATCH), "workers": (0, MOST_WORKERS), "views": (0, 1000),
+    "seeds": (1, 1000), "k": (1, 10**6),
+}  # fmt: skip
 
 
-def check_flags(options: argparse.Namespace, texts: list[str]) -> list[Init]:
-    """The checkpoints of --init; all that cannot work is refused, before torch is imported."""
-    ranges = {
-        "size": (1, LARGEST_SIZE), "batch_size": (1, LARGEST_BATCH), "workers": (0, MOST_WORKERS),
-        "views": (0, MOST_VIEWS),
-    }  # fmt: skip
-    inits: list[Init] = []
-    check_all(
-        outside(options, **{name: ranges[name] for name in ranges if name in options}),
-        lambda: split_name(options.data),
-        lambda: inits.extend(map(parse_init, texts)),
-    )
-    for init in inits:
-        if init.kind == "card":
-            fetch_card(find_card(init.name))
-    return inits
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probing(Embedding):
+    """A comparison of checkpoints by their features."""
 
+    fraction: float  # share of the labels to use
+    seeds: int  # draws of the labels
+    k: int  # neighbours that vote
 
-def probe_checkpoints(
-    inits: list[Init],
-    how: Embedding,
-    accelerator: Accelerator,
-    signals: Signals,
-    *,
-    fraction: float,
-    seeds: int,
-    k: int,
-) -> dict[str, Any] | None:
-    """Compare checkpoints by k-NN and linear probes on their features; None in other processes than the first.
+    def compare(self, accelerator: Accelerator, signals: Signals) -> dict[str, Any] | None:
+        """Compare by k-NN and linear probes on the features; None in other processes than the first."""
+        import numpy as np
 
-    Args:
-        inits: the checkpoints.
-        how: data and features.
-        accelerator: for devices and processes.
-        signals: that may stop it.
-        fraction: share of the labels to use.
-        seeds: draws of the labels.
-        k: neighbours that vote.
-    """
-    import numpy as np
+        from finetune_mile.images.splits import labelled_pools
+        from finetune_mile.measures.probing import floor, measure_of, probe, ranking
 
-    from finetune_mile.images.splits import labelled_pools
-    from finetune_mile.measures.probing import floor, measure_of, probe, ranking
-
-    data = load_data(how.data)
-    seeds = 1 if fraction == 1 else seeds  # all labels are the same labels in every draw
-    labelled = [labelled_pools(data, fraction=fraction, seed=seed).indices["labelled"] for seed in range(seeds)]
-    needed: dict[Split, Indices] = {"train": np.unique(np.concatenate(labelled)), "val": np.arange(len(data.val))}
-    probed, facts = {}, {}
-    for init in inits:
-        began = time.monotonic()
-        store = how.features(init, data, accelerator, signals, rows=needed)
-        embedded = time.monotonic()
+        data = load_data(self.data)
+        fraction = self.fraction
+        seeds = 1 if fraction == 1 else self.seeds  # all labels are the same labels in every draw
+        labelled = [labelled_pools(data, fraction=fraction, seed=seed).indices["labelled"] for seed in range(seeds)]
+        needed: dict[Split, Indices] = {"train": np.unique(np.concatenate(labelled)), "val": np.arange(len(data.val))}
+        probed, facts = {}, {}
+        for init in self.inits:
+            began = time.monotonic()
+            store = self.features(init, data, accelerator, signals, rows=needed)
+            embedded = time.monotonic()
+            if not accelerator.is_main_process:
+                continue
+            probed[init.text] = probe(store, data, labelled, k=self.k)
+            facts[init.text] = {
+                "features": store.features("train").shape[1], "store": str(store.path),
+                "seconds_features": round(embedded - began, 2), "seconds_probes": round(time.monotonic() - embedded, 2),
+            }  # fmt: skip
         if not accelerator.is_main_process:
-            continue
-        probed[init.text] = probe(store, data, labelled, k=k)
-        facts[init.text] = {
-            "features": store.features("train").shape[1], "store": str(store.path),
-            "seconds_features": round(embedded - began, 2), "seconds_probes": round(time.monotonic() - embedded, 2),
+            return None
+        name, majority = floor(data)
+        return {
+            "data": data.name, "fraction": fraction, "seeds": seeds, "k": self.k, "labels": len(labelled[0]),
+            "images": len(data.val), "classes": len(data.classes), "measure": measure_of(data.val.given),
+            "floor": name, "majority": majority, "probes": [row | facts[row["init"]] for row in ranking(probed)],
         }  # fmt: skip
-    if not accelerator.is_main_process:
-        return None
-    name, majority = floor(data)
-    return {
-        "data": data.name, "fraction": fraction, "seeds": seeds, "k": k, "labels": len(labelled[0]),
-        "images": len(data.val), "classes": len(data.classes), "measure": measure_of(data.val.given),
-        "floor": name, "majority": majority, "probes": [row | facts[row["init"]] for row in ranking(probed)],
-    }  # fmt: skip

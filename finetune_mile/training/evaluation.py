@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from finetune_mile.images.sources import load_data
 from finetune_mile.images.truth import with_truth
 from finetune_mile.measures.classifiers import columns_for, logits_of, open_classifier
 from finetune_mile.measures.intervals import Comparison, compare, intervals
-from finetune_mile.measures.metrics import Activation, Measured, SetRule, class_table, measure
+from finetune_mile.measures.metrics import Measured, class_table, measure
 from finetune_mile.measures.predictions import (
     PER_CLASS,
     Predictions,
@@ -37,9 +36,16 @@ from finetune_mile.measures.predictions import (
 from finetune_mile.measures.verdicts import edges
 from finetune_mile.training import processes
 from finetune_mile.training.folder import environment
-from finetune_mile.training.origin import REFITTED, default_part, file_of_run, is_logits, recipe_of, say_trained_on
-
-Part = Literal["val", "train", "all"]
+from finetune_mile.training.origin import (
+    REFITTED,
+    Evaluation,
+    Part,
+    default_part,
+    file_of_run,
+    is_logits,
+    recipe_of,
+    say_trained_on,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,159 +69,132 @@ class Evaluated:
         yield str(out)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """What to evaluate, and how: a model on data, or saved logits."""
-
-    model: Init | None = None
-    logits: Path | None = None  # instead of a model
-    data: str | None = None  # --data; a model needs it
-    part: Part | None = None  # which images; None: `default_part`
-    truth: str | None = None  # true label sets, --truth
-    compare: Init | None = None  # a second model, or a file of its logits
-    weights: str | None = None  # of a timm model: a file, or none
-    activation: Activation | None = None  # None: what the model was trained with
-    rule: SetRule | None = None  # None: the run's
-    batch_size: int = 128  # over all processes
-    workers: int | None = None  # None: from the cores
-    draws: int = 1000  # of the bootstrap; 0: no intervals
-    seed: int = 0
-
-    @classmethod
-    def of_flags(cls, options: argparse.Namespace) -> Evaluation:
-        return cls(**{each.name: getattr(options, each.name) for each in fields(cls)})
-
-    def score(self) -> Evaluated | None:
-        """The evaluation itself; None in other processes than the first."""
-        accelerator = processes.start(
-            precision=processes.wanted_precision("no"), seed=self.seed, track="none", project="."
-        )
-        first = self.predictions(self.logits or self.model, accelerator)
-        if self.truth is not None:
-            first = with_truth_of(first, self.truth)
-        models = [first]
-        if self.compare is not None:
-            source = Path(self.compare.name) if is_logits(self.compare) else self.compare
-            models.append(matched(self.predictions(source, accelerator), first, f"--compare {self.compare}"))
-        if not accelerator.is_main_process:
-            return None
-        for model in models:
-            bad = int((~model.logits.isfinite().all(1)).sum())
-            if bad:
-                raise Failed(f"{model.about['model']} gives NaN or infinity for {bad} images")
-        facts = {
-            "prediction_set": self.rule or first.about.get("prediction_set") or "threshold",
-            "rho": first.about.get("rho"), "truth": self.truth, "world_size": accelerator.num_processes,
-            "activation": self.activation or first.activation,
-        }  # fmt: skip
-        measured = [
-            measure(
-                model.logits, first.given, first.truth, activation=self.activation or model.activation,
-                main=first.main, prediction_set=facts["prediction_set"], thresholds={"rho": facts["rho"]},
-            )
-            for model in models
-        ]  # fmt: skip
-        differences: dict[str, Comparison] = {}
-        if self.compare is not None:
-            ours, theirs = measured
-            for a, b in ((ours.samples, theirs.samples), (ours.by_class, theirs.by_class)):
-                differences |= compare(a, b, draws=max(self.draws, 1), seed=self.seed)
-        return Evaluated(self.results(measured[0], first), measured[0], models, facts, differences)
-
-    def predictions(self, source: Init | Path | None, accelerator: Accelerator) -> Predictions:
-        """A model's predictions, on all processes, or those of a file.
-
-        Images that cannot be read are left out, and listed in `about`.
-        """
-        if isinstance(source, Path):
-            return read_predictions(source)
-        assert source is not None
-        assert self.data is not None
-        data = load_data(self.data)
-        part = self.part or default_part(self.data, source)
-        images = pick_images(data, part)
-        if (part == "all" or file_of_run(source, REFITTED)) and accelerator.is_main_process:
-            sentence = say_trained_on(images.ids, source)
-            sys.stderr.write(f"warning: {sentence}\n" if sentence else "")
-        weights = self.weights if source.flag == "--model" else None
-        model = open_classifier(source, weights=weights, num_classes=len(data.classes), seed=self.seed)
-        columns = columns_for(model, data.classes, source)
-        began = time.monotonic()
-        logits, bad = logits_of(
-            model,
-            images,
-            accelerator,
-            name=source.text,
-            data=self.data,
-            batch_size=self.batch_size,
-            workers=self.workers,
-        )
-        seconds = time.monotonic() - began
-        recipe = recipe_of(source)  # the set rule and rho of a run, so that eval gives the numbers of its results.json
-        block = recipe.get(str(recipe.get("method")).replace("-", "_"))
-        rho = block.get("rho") if isinstance(block, dict) else None
-        about = {
-            "model": source.text, "data": self.data, "part": part,
-            "prediction_set": (recipe.get("evaluate") or {}).get("prediction_set", "threshold"),
-            "rho": rho if isinstance(rho, int | float) else None,
-            "preprocess": model.card.preprocess.model_dump(mode="json"), "seconds": round(seconds, 3),
-            "images_per_second": round(len(images) / max(seconds, 1e-9), 1),
-            "bad_images": {images.ids[i]: reason for i, reason in bad.items()},
-        }  # fmt: skip
-        good = torch.tensor([i for i in range(len(images)) if i not in bad], dtype=torch.long)
-        return Predictions(
-            ids=[images.ids[i] for i in good.tolist()], classes=data.classes,
-            logits=logits[good] if columns is None else logits[good][:, columns],
-            given=images.given[good], truth=None if images.truth is None else images.truth[good],
-            main=None if images.main is None else images.main[good],
-            activation=model.activation or "softmax", about=about,
-        )  # fmt: skip
-
-    def results(self, measured: Measured, predictions: Predictions) -> dict[str, float]:
-        """The content of results.json.
-
-        An interval is two more keys, `accuracy_low` and `accuracy_high`: 95 %, Wilson's for accuracies, else drawn over
-        images; for means over classes (recovery_map, map of images with one given label) over classes. The
-        threshold of f1@best is held fixed in it.
-        """
-        results = measured.results()
-        bad = predictions.about.get("bad_images")
+def evaluate(how: Evaluation) -> Evaluated | None:
+    """The evaluation itself; None in other processes than the first."""
+    accelerator = processes.start(precision=processes.wanted_precision("no"), seed=how.seed, track="none", project=".")
+    first = predictions_of(how, how.logits or how.model, accelerator)
+    if how.truth is not None:
+        first = with_truth_of(first, how.truth)
+    models = [first]
+    if how.compare is not None:
+        source = Path(how.compare.name) if is_logits(how.compare) else how.compare
+        models.append(matched(predictions_of(how, source, accelerator), first, f"--compare {how.compare}"))
+    if not accelerator.is_main_process:
+        return None
+    for model in models:
+        bad = int((~model.logits.isfinite().all(1)).sum())
         if bad:
-            results["bad_images"] = float(len(bad))
-        if self.draws == 0:
-            return results
-        for values in (measured.samples, measured.by_class):
-            present = {key: value for key, value in values.items() if key in results}
-            for key, (low, high) in intervals(present, draws=self.draws, seed=self.seed).items():
-                results |= {f"{key}_low": low, f"{key}_high": high}
-        # Shares have Wilson's interval, as in runs: no resample of 40 right answers has a wrong one.
-        return results | edges(results, measured)
+            raise Failed(f"{model.about['model']} gives NaN or infinity for {bad} images")
+    facts = {
+        "prediction_set": how.rule or first.about.get("prediction_set") or "threshold",
+        "rho": first.about.get("rho"), "truth": how.truth, "world_size": accelerator.num_processes,
+        "activation": how.activation or first.activation,
+    }  # fmt: skip
+    measured = [
+        measure(
+            model.logits, first.given, first.truth, activation=how.activation or model.activation,
+            main=first.main, prediction_set=facts["prediction_set"], thresholds={"rho": facts["rho"]},
+        )
+        for model in models
+    ]  # fmt: skip
+    differences: dict[str, Comparison] = {}
+    if how.compare is not None:
+        ours, theirs = measured
+        for a, b in ((ours.samples, theirs.samples), (ours.by_class, theirs.by_class)):
+            differences |= compare(a, b, draws=max(how.draws, 1), seed=how.seed)
+    return Evaluated(results_of(how, measured[0], first), measured[0], models, facts, differences)
 
-    def write(self, scored: Evaluated, out: Path) -> None:
-        """Write results.json, per_class.csv, eval.json, comparison.json, and logits.parquet if a model made them."""
-        first, *others = scored.models
-        bad = first.about.get("bad_images") or {}
-        out.mkdir(parents=True, exist_ok=True)
-        for stale in ("eval.json", "comparison.json", "bad_images.csv"):
-            (out / stale).unlink(missing_ok=True)
-        write_json(out / "results.json", scored.results)
-        write_per_class(out / PER_CLASS, first.classes, class_table(scored.measured))
-        if bad:
-            split = str(first.about.get("part", ""))
-            write_list(out / "bad_images.csv", [(split, name, reason) for name, reason in bad.items()])
-        if self.logits is None:
-            with whole_file(out / "logits.parquet") as part:
-                write_predictions(part, first)
-        about = first.about | scored.facts | {
-            "bad_images": len(bad), "images": len(first.ids), "classes": len(first.classes),
-            "logits": str(self.logits or out / "logits.parquet"), "logits_sha256": first.digest(),
-            "draws": self.draws, "seed": self.seed, **environment(),
-        }  # fmt: skip
-        write_json(out / "eval.json", about)
-        for other in others if scored.differences else ():
-            names = {"a": first.about["model"], "b": other.about["model"]}
-            measures = {key: dataclasses.asdict(difference) for key, difference in scored.differences.items()}
-            write_json(out / "comparison.json", names | {"measures": measures})
+
+def predictions_of(how: Evaluation, source: Init | Path | None, accelerator: Accelerator) -> Predictions:
+    """A model's predictions, on all processes, or those of a file.
+
+    Images that cannot be read are left out, and listed in `about`.
+    """
+    if isinstance(source, Path):
+        return read_predictions(source)
+    assert source is not None
+    assert how.data is not None
+    data = load_data(how.data)
+    part = how.part or default_part(how.data, source)
+    images = pick_images(data, part)
+    if (part == "all" or file_of_run(source, REFITTED)) and accelerator.is_main_process:
+        sentence = say_trained_on(images.ids, source)
+        sys.stderr.write(f"warning: {sentence}\n" if sentence else "")
+    weights = how.weights if source.flag == "--model" else None
+    model = open_classifier(source, weights=weights, num_classes=len(data.classes), seed=how.seed)
+    columns = columns_for(model, data.classes, source)
+    began = time.monotonic()
+    logits, bad = logits_of(
+        model, images, accelerator, name=source.text, data=how.data, batch_size=how.batch_size, workers=how.workers
+    )
+    seconds = time.monotonic() - began
+    recipe = recipe_of(source)  # the set rule and rho of a run, so that eval gives the numbers of its results.json
+    block = recipe.get(str(recipe.get("method")).replace("-", "_"))
+    rho = block.get("rho") if isinstance(block, dict) else None
+    about = {
+        "model": source.text, "data": how.data, "part": part,
+        "prediction_set": (recipe.get("evaluate") or {}).get("prediction_set", "threshold"),
+        "rho": rho if isinstance(rho, int | float) else None,
+        "preprocess": model.card.preprocess.model_dump(mode="json"), "seconds": round(seconds, 3),
+        "images_per_second": round(len(images) / max(seconds, 1e-9), 1),
+        "bad_images": {images.ids[i]: reason for i, reason in bad.items()},
+    }  # fmt: skip
+    good = torch.tensor([i for i in range(len(images)) if i not in bad], dtype=torch.long)
+    return Predictions(
+        ids=[images.ids[i] for i in good.tolist()], classes=data.classes,
+        logits=logits[good] if columns is None else logits[good][:, columns],
+        given=images.given[good], truth=None if images.truth is None else images.truth[good],
+        main=None if images.main is None else images.main[good],
+        activation=model.activation or "softmax", about=about,
+    )  # fmt: skip
+
+
+def results_of(how: Evaluation, measured: Measured, predictions: Predictions) -> dict[str, float]:
+    """The content of results.json.
+
+    An interval is two more keys, `accuracy_low` and `accuracy_high`: 95 %, Wilson's for accuracies, else drawn over
+    images; for means over classes (recovery_map, map of images with one given label) over classes. The
+    threshold of f1@best is held fixed in it.
+    """
+    results = measured.results()
+    bad = predictions.about.get("bad_images")
+    if bad:
+        results["bad_images"] = float(len(bad))
+    if how.draws == 0:
+        return results
+    for values in (measured.samples, measured.by_class):
+        present = {key: value for key, value in values.items() if key in results}
+        for key, (low, high) in intervals(present, draws=how.draws, seed=how.seed).items():
+            results |= {f"{key}_low": low, f"{key}_high": high}
+    # Shares have Wilson's interval, as in runs: no resample of 40 right answers has a wrong one.
+    return results | edges(results, measured)
+
+
+def write(how: Evaluation, scored: Evaluated, out: Path) -> None:
+    """Write results.json, per_class.csv, eval.json, comparison.json, and logits.parquet if a model made them."""
+    first, *others = scored.models
+    bad = first.about.get("bad_images") or {}
+    out.mkdir(parents=True, exist_ok=True)
+    for stale in ("eval.json", "comparison.json", "bad_images.csv"):
+        (out / stale).unlink(missing_ok=True)
+    write_json(out / "results.json", scored.results)
+    write_per_class(out / PER_CLASS, first.classes, class_table(scored.measured))
+    if bad:
+        split = str(first.about.get("part", ""))
+        write_list(out / "bad_images.csv", [(split, name, reason) for name, reason in bad.items()])
+    if how.logits is None:
+        with whole_file(out / "logits.parquet") as part:
+            write_predictions(part, first)
+    about = first.about | scored.facts | {
+        "bad_images": len(bad), "images": len(first.ids), "classes": len(first.classes),
+        "logits": str(how.logits or out / "logits.parquet"), "logits_sha256": first.digest(),
+        "draws": how.draws, "seed": how.seed, **environment(),
+    }  # fmt: skip
+    write_json(out / "eval.json", about)
+    for other in others if scored.differences else ():
+        names = {"a": first.about["model"], "b": other.about["model"]}
+        measures = {key: dataclasses.asdict(difference) for key, difference in scored.differences.items()}
+        write_json(out / "comparison.json", names | {"measures": measures})
 
 
 def with_truth_of(predictions: Predictions, spec: str) -> Predictions:

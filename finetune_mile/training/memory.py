@@ -34,6 +34,10 @@ class Need(NamedTuple):
     fixed: int
     per_image: int  # kept for the backward pass
 
+    def here(self, images: int) -> int:
+        """With so many images in a step, without what only a GPU needs."""
+        return self.fixed + self.per_image * images
+
     def of(self, images: int) -> int:
         """On a GPU, with so many images in a step."""
         return int(self.fixed + CONTEXT + SPARE * self.per_image * images)
@@ -59,14 +63,18 @@ def copies(recipe: Recipe, phases: Sequence[Phase]) -> int:
 
 def need_of(recipe: Recipe, phases: Sequence[Phase], network: nn.Module, teacher: nn.Module | None, size: int) -> Need:
     """What a network takes as it is trained by a recipe on images of `size` pixels."""
-    weights = 4 * (2 + copies(recipe, phases)) * numbers_in(network)  # float32, and their gradients
-    brought = 0 if teacher is None else 4 * numbers_in(teacher)
-    return Need(weights + brought, kept_per_image(network, size, half=recipe.precision in ("bf16", "fp16")))
+    kept = kept_per_image(network, size, half=recipe.precision in ("bf16", "fp16"))
+    return Need(fixed_bytes(4 * numbers_in(network), copies(recipe, phases), 4 * numbers_in(teacher)), kept)
 
 
-def numbers_in(network: nn.Module) -> int:
+def fixed_bytes(weights: int, copies: int, teacher: int) -> int:
+    """Bytes that are kept all the time: weights with their gradients and copies, and a teacher of another run."""
+    return weights * (2 + copies) + teacher
+
+
+def numbers_in(network: nn.Module | None) -> int:
     """Parameters and buffers."""
-    return sum(tensor.numel() for tensor in (*network.parameters(), *network.buffers()))
+    return 0 if network is None else sum(each.numel() for each in (*network.parameters(), *network.buffers()))
 
 
 def kept_per_image(network: nn.Module, size: int, *, half: bool) -> int:
@@ -107,9 +115,8 @@ def gpu_words(recipe: Recipe, need: Need) -> str:
             fitting = (need.parts(batch // gpus, size * 1e9, recipe) for size in GPUS)
             lines.append(f"{', '.join('-' if n is None else str(n) for n in fitting)} on {gpus}")
     share = batch // 8 if batch % 8 == 0 else batch
-    precision = "bf16" if recipe.precision == "auto" else recipe.precision
     return (
-        f"about {decimal(need.of(share))} for {share} images each in precision {precision}; with "
+        f"about {decimal(need.of(share))} for {share} images each in precision {recipe.precision}; with "
         f"{', '.join(map(str, GPUS))} GB, accumulate = {'; '.join(lines)}"
     )
 
@@ -121,12 +128,8 @@ def device_memory(device: torch.device) -> int | None:
 
 def advise(task: Task, model: Model, accelerator: Accelerator, error: RuntimeError) -> None:
     """Turn an out-of-memory error into a sentence that says which settings fit; of any other error say nothing."""
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        raise Failed(advice(task, model, accelerator)) from error
-
-
-def advice(task: Task, model: Model, accelerator: Accelerator) -> str:
-    """What to type where a run does not fit into the memory."""
+    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        return
     recipe = task.recipe
     batch, memory = recipe.batch_size // accelerator.num_processes, device_memory(accelerator.device)
     now = int(recipe.accumulate)
@@ -142,8 +145,8 @@ def advice(task: Task, model: Model, accelerator: Accelerator) -> str:
         )
     ways.append("a smaller --batch-size, with a smaller --lr")
     where = str(accelerator.device) if memory is None else f"{accelerator.device}, which has {decimal(memory)}"
-    return (
+    raise Failed(
         f"out of memory on {where}: a step with {batch // now} images per process takes about "
         f"{decimal(need.of(batch // now))}. Start a new run with {', '.join(ways[:-1])}{', or ' if ways[:-1] else ''}"
         f"{ways[-1]}."
-    )
+    ) from error

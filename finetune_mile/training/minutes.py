@@ -64,22 +64,17 @@ class Clock:
         sys.stderr.write(f"{duration(self.used):>6} of {self.minutes:g} min  {sentence}\n")
 
 
-@dataclass(slots=True, kw_only=True)
-class Made:
-    """What came out."""
-
-    code: int = 0  # above 128: stopped by a signal
-    facts: dict[str, Any] = field(default_factory=dict)  # of minutes.json
-    text: str = ""  # that the run of the kept model has printed
+def wrong_minutes(minutes: float) -> list[str]:
+    fine = 0 < minutes <= MOST_MINUTES
+    return [] if fine else [f"--minutes {minutes:g}: must be above 0 and at most {MOST_MINUTES:,}"]
 
 
 def run_minutes(
     options: RunOptions, prepare: Callable[[RunOptions], tuple[RunOptions, Resolved, Path, Init, Init | None]]
 ) -> int:
     """`run --minutes N`: the command; `prepare` is that of run.py."""
-    problems, minutes = [], options.minutes or 0.0
-    if not 0 < minutes <= MOST_MINUTES:
-        problems.append(f"--minutes {minutes:g}: must be above 0 and at most {MOST_MINUTES:,}")
+    minutes = options.minutes or 0.0
+    problems = wrong_minutes(minutes)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         problems.append("--minutes runs in one process: start it without accelerate launch or torchrun")
     keys = {text.partition("=")[0].strip() for text in options.sets} | options.settings.keys()
@@ -98,18 +93,14 @@ def run_minutes(
     from finetune_mile.training.processes import Signals
 
     with Signals(parent) as signals:
-        made = train_in_time(
-            clock,
-            lambda sets: resolve(options.given, [*options.sets, *sets]),
-            init,
-            path,
-            signals,
-            teacher=teacher,
-            refit=options.refit,
-        )
-    if not made.code:
-        sys.stdout.write(made.text + "".join(f"{sentence}\n" for sentence in say_choice(made.facts)))
-    return made.code
+        work = InTime(
+            clock=clock, make=lambda sets: resolve(options.given, [*options.sets, *sets]), init=init, teacher=teacher,
+            path=path, signals=signals,
+        )  # fmt: skip
+        code = work.train(refit=options.refit)
+    if not code:
+        sys.stdout.write(work.text + "".join(f"{sentence}\n" for sentence in say_choice(work.facts)))
+    return code
 
 
 def ladder(own: int) -> dict[str, list[str]]:
@@ -126,127 +117,139 @@ def ladder(own: int) -> dict[str, list[str]]:
     }
 
 
-def train_in_time(
-    clock: Clock, make: Callable[[list[str]], Resolved], init: Init, path: Path, signals: Signals,
-    *, teacher: Init | None = None, brief: bool = False, refit: bool = False,
-) -> Made:  # fmt: skip
-    """Train a classifier of frozen features, then the largest step that fits; keep the better one, perhaps refit it.
+@dataclass(slots=True, kw_only=True)
+class InTime:
+    """A model for the minutes that there are: how it is made, and what came out."""
 
-    Args:
-        clock: of the command.
-        make: KEY=VALUE settings to the recipe with them.
-        init: the checkpoint.
-        path: a new run folder.
-        signals: whether to stop.
-        teacher: --teacher.
-        brief: say nothing about the recipe and the checkpoint.
-        refit: at the end train the kept model's recipe on all labels, if there is time.
-    """
-    made = _better_one(clock, make, init, path, signals, teacher=teacher, brief=brief)
-    if not refit or made.code:
-        return made
-    kept = next(step for step in made.facts["steps"] if step["name"] == made.facts["kept"])
-    if FROZEN not in kept["name"] and clock.left < REFIT_SHARE * kept["seconds"]:
-        made.facts["refit_later"] = shlex.join(["finetune-mile", "run", "--resume", str(path), "--refit"])
-        write_json(path / SUMMARY, made.facts)
-        return made
-    clock.say("training on all labels, also those of the validation photos")
-    file, tree = resumed_recipe(path)
-    resolved = resolve_tree(FullRecipe, tree, file, "--resume")
-    made.code, text, _, _, _ = _train(resolved, init, teacher, path, signals, brief=True, only_refit=True)
-    if made.code:
-        sys.stdout.write(made.text + text)
-    else:
-        made.facts["refit_labels"] = json.loads((path / REFIT / "split.json").read_text(encoding="utf-8"))["labelled"]
-        made.text += text
-        write_json(path / SUMMARY, made.facts)
-    return made
+    clock: Clock
+    make: Callable[[list[str]], Resolved]  # KEY=VALUE settings to the recipe with them
+    init: Init
+    teacher: Init | None = None  # --teacher
+    path: Path  # a new run folder
+    signals: Signals
+    brief: bool = False  # say nothing about the recipe and the checkpoint
+    facts: dict[str, Any] = field(default_factory=dict)  # of minutes.json
+    text: str = ""  # that the run of the kept model has printed
 
+    def train(self, *, refit: bool) -> int:
+        """Train a classifier of frozen features, then the largest step that fits; keep the better one.
 
-def _better_one(
-    clock: Clock, make: Callable[[list[str]], Resolved], init: Init, path: Path, signals: Signals,
-    *, teacher: Init | None, brief: bool,
-) -> Made:  # fmt: skip
-    """`train_in_time` without the refit."""
-    from finetune_mile.measures.probing import measure_of
+        With `refit` train the kept model's recipe on all labels at the end, if there is time. Returns the exit code.
+        """
+        code = self._keep_the_better()
+        if not refit or code:
+            return code
+        kept = next(step for step in self.facts["steps"] if step["name"] == self.facts["kept"])
+        if FROZEN not in kept["name"] and self.clock.left < REFIT_SHARE * kept["seconds"]:
+            self.facts["refit_later"] = shlex.join(["finetune-mile", "run", "--resume", str(self.path), "--refit"])
+        else:
+            self.clock.say("training on all labels, also those of the validation photos")
+            file, tree = resumed_recipe(self.path)
+            resolved = resolve_tree(FullRecipe, tree, file, "--resume")
+            code, text, *_ = self._run(resolved, self.path, brief=True, only_refit=True)
+            if code:
+                sys.stdout.write(self.text + text)
+                return code
+            split = json.loads((self.path / REFIT / "split.json").read_text(encoding="utf-8"))
+            self.facts["refit_labels"] = split["labelled"]
+            self.text += text
+        write_json(self.path / SUMMARY, self.facts)
+        return 0
 
-    resolved = make(["trunk=frozen"])
-    clock.say(f"{resolved.recipe.method} on {FROZEN}")
-    code, text, task, model, scores = _train(resolved, init, teacher, path, signals, brief=brief)
-    if code:
-        sys.stderr.write(text)
-        return Made(code=code)
-    size, measure = task.preprocess.size, measure_of(task.data.val.given)
-    first = _about(f"{FROZEN} at {size} px", path, measure)
-    counted = int((~scores.isnan()).sum())
-    facts: dict[str, Any] = {
-        "minutes": clock.minutes, "measure": measure, "method": resolved.recipe.method, "counted": counted,
-        "steps": [first], "kept": first["name"], "difference": None, "left_out": [],
-    }  # fmt: skip
-    if model.own_size is not None and size < model.own_size:
-        facts["own_size"] = model.own_size
-    made = Made(facts=facts, text=text)
-    if not counted:
-        clock.say("no validation photo has a label, so nothing could show that a larger step is better")
-        return made
-    chosen = _largest_that_fits(clock, make, size, signals, facts["left_out"])
-    write_json(path / SUMMARY, facts)
-    if chosen is None:
-        return made
-    name, resolved = chosen
-    clock.say(f"{name}: the model of {FROZEN} is ready in {path}, Ctrl-C keeps it")
-    place = path / LARGER / path.name  # its report has the folder's name
-    try:
-        code, text, _, _, others = _train(resolved, init, teacher, place, signals, brief=True)
-    except Problem as problem:
-        facts["failed"] = " ".join(problem.sentences)
-        clock.say(f"{name} failed, {FROZEN} are kept: {facts['failed']}")
+    def _keep_the_better(self) -> int:
+        """`train` without the refit."""
+        from finetune_mile.measures.probing import measure_of
+
+        resolved, path, clock = self.make(["trunk=frozen"]), self.path, self.clock
+        clock.say(f"{resolved.recipe.method} on {FROZEN}")
+        code, text, task, model, scores = self._run(resolved, path, brief=self.brief)
+        if code:
+            sys.stderr.write(text)
+            return code
+        size, measure, self.text = task.preprocess.size, measure_of(task.data.val.given), text
+        first = _about(f"{FROZEN} at {size} px", path, measure)
+        self.facts = facts = {
+            "minutes": clock.minutes, "measure": measure, "method": resolved.recipe.method,
+            "counted": int((~scores.isnan()).sum()), "steps": [first], "kept": first["name"], "difference": None,
+            "left_out": [],
+        }  # fmt: skip
+        if model.own_size is not None and size < model.own_size:
+            facts["own_size"] = model.own_size
+        if not facts["counted"]:
+            clock.say("no validation photo has a label, so nothing could show that a larger step is better")
+            return 0
+        chosen = self._largest_that_fits(size)
         write_json(path / SUMMARY, facts)
-        return made
-    if code:
-        sys.stderr.write(
-            f"stopped; the model in {path} is complete ({FROZEN}); continue {name} with "
-            f"--resume {shlex.quote(str(place))}\n"
-        )
-        return Made(code=code, facts=facts, text=made.text)
-    second = _about(name if " px" in name else f"{name} at {size} px", place, measure)
-    facts["steps"].append(second)
-    if _is_better(facts, others, scores):
-        facts["kept"], made.text = second["name"], text.replace(str(place), str(path))
-        _swap(path, place)
-    else:
-        place.rename(path / NOT_KEPT)
-        (path / LARGER).rmdir()
-    write_json(path / SUMMARY, facts)
-    return made
+        if chosen is None:
+            return 0
+        name, resolved = chosen
+        clock.say(f"{name}: the model of {FROZEN} is ready in {path}, Ctrl-C keeps it")
+        place = path / LARGER / path.name  # its report has the folder's name
+        try:
+            code, text, _, _, others = self._run(resolved, place, brief=True)
+        except Problem as problem:
+            facts["failed"] = " ".join(problem.sentences)
+            clock.say(f"{name} failed, {FROZEN} are kept: {facts['failed']}")
+            write_json(path / SUMMARY, facts)
+            return 0
+        if code:
+            sys.stderr.write(
+                f"stopped; the model in {path} is complete ({FROZEN}); continue {name} with: "
+                f"finetune-mile run --resume {shlex.quote(str(place))}\n"
+            )
+            return code
+        second = _about(name if " px" in name else f"{name} at {size} px", place, measure)
+        facts["steps"].append(second)
+        if _is_better(facts, others, scores):
+            facts["kept"], self.text = second["name"], text.replace(str(place), str(path))
+            _swap(path, place)
+        else:
+            place.rename(path / NOT_KEPT)
+            (path / LARGER).rmdir()
+        write_json(path / SUMMARY, facts)
+        return 0
 
+    def _run(
+        self, resolved: Resolved, path: Path, *, brief: bool, only_refit: bool = False
+    ) -> tuple[int, str, Task, Model, Tensor]:
+        """One run: its exit code, what it printed, task and model, and the model's scores on the validation images."""
+        import torch
 
-def _train(
-    resolved: Resolved,
-    init: Init,
-    teacher: Init | None,
-    path: Path,
-    signals: Signals,
-    *,
-    brief: bool,
-    only_refit: bool = False,
-) -> tuple[int, str, Task, Model, Tensor]:
-    """One run: its exit code, what it printed, task and model, and the model's scores on the validation images."""
-    import torch
+        from finetune_mile.measures.verdicts import compared
+        from finetune_mile.training.explain import explain
+        from finetune_mile.training.task import set_up
+        from finetune_mile.training.train import open_folder, train
 
-    from finetune_mile.measures.verdicts import compared
-    from finetune_mile.training.explain import explain
-    from finetune_mile.training.task import set_up
-    from finetune_mile.training.train import open_folder, train
+        task, model, device = set_up(resolved.recipe, self.init, self.teacher, path, self.signals)
+        if not brief:
+            explain(resolved, task, model, device, full=False)
+        folder = open_folder(task, model, device, path, resume=only_refit, overwrite=False)
+        folder.info[REFIT] = only_refit
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            code, measured = train(task, model, device, folder)
+        return code, printed.getvalue(), task, model, torch.zeros(0) if measured is None else compared(measured)
 
-    task, model, device = set_up(resolved.recipe, init, teacher, path, signals)
-    if not brief:
-        explain(resolved, task, model, device, full=False)
-    folder = open_folder(task, model, device, path, resume=only_refit, overwrite=False)
-    folder.info[REFIT] = only_refit
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code, measured = train(task, model, device, folder)
-    return code, printed.getvalue(), task, model, torch.zeros(0) if measured is None else compared(measured)
+    def _largest_that_fits(self, size: int) -> tuple[str, Resolved] | None:
+        """The first step of the ladder that fits into the time that is left; `left_out` gets those before it."""
+        from finetune_mile.training.pricing import estimate
+
+        clock, left_out = self.clock, self.facts["left_out"]
+        clock.say("estimating how long fine-tuning takes")
+        for name, sets in ladder(size).items():
+            if left_out and clock.left < LEAST_SECONDS:
+                break
+            try:
+                resolved = self.make(sets)
+                seconds = float(estimate(resolved.recipe, self.signals).seconds[2])
+            except Problem as problem:  # such as a network without blocks
+                clock.say(f"{name} is left out: {' '.join(problem.sentences)}")
+                continue
+            if seconds <= clock.left:
+                clock.say(f"{name} takes about {seconds / 60:.1f} min, {clock.left / 60:.1f} min are left")
+                return name, resolved
+            left_out.append({"name": name, "seconds": seconds})
+            clock.say(f"{name} is left out: about {seconds / 60:.1f} min, {max(clock.left, 0) / 60:.1f} min are left")
+        return None
 
 
 def _about(name: str, path: Path, measure: str) -> dict[str, Any]:
@@ -255,30 +258,6 @@ def _about(name: str, path: Path, measure: str) -> dict[str, Any]:
     return {
         "name": name, "seconds": RunFolder.reopen(path).info["seconds"], "score": score, "low": low, "high": high,
     }  # fmt: skip
-
-
-def _largest_that_fits(
-    clock: Clock, make: Callable[[list[str]], Resolved], size: int, signals: Signals, left_out: list[dict[str, Any]]
-) -> tuple[str, Resolved] | None:
-    """The first step of the ladder that fits into the time that is left; those before it go to `left_out`."""
-    from finetune_mile.training.pricing import estimate
-
-    clock.say("estimating how long fine-tuning takes")
-    for name, sets in ladder(size).items():
-        if left_out and clock.left < LEAST_SECONDS:
-            break
-        try:
-            resolved = make(sets)
-            seconds = float(estimate(resolved.recipe, signals).seconds[2])
-        except Problem as problem:  # such as a network without blocks
-            clock.say(f"{name} is left out: {' '.join(problem.sentences)}")
-            continue
-        if seconds <= clock.left:
-            clock.say(f"{name} takes about {seconds / 60:.1f} min, {clock.left / 60:.1f} min are left")
-            return name, resolved
-        left_out.append({"name": name, "seconds": seconds})
-        clock.say(f"{name} is left out: about {seconds / 60:.1f} min, {max(clock.left, 0) / 60:.1f} min are left")
-    return None
 
 
 def _is_better(facts: dict[str, Any], second: Tensor, first: Tensor) -> bool:

@@ -45,13 +45,13 @@ class Ending:
 
 
 @contextlib.contextmanager
-def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool) -> Iterator[Ending]:
+def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool, verb: str = "run") -> Iterator[Ending]:
     """Keep the status of a run in run.json while it works; one that was told to stop ends here.
 
-    Without `keep_checkpoints` those of a finished run are removed, as the last thing.
+    Without `keep_checkpoints` those of a finished run are removed, as the last thing. `verb` continues a stopped one.
     """
     accelerator, signals, ending = device.accelerator, device.signals, Ending()
-    main, again = accelerator.is_main_process, f"--resume {shlex.quote(str(folder.path))}"
+    main, again = accelerator.is_main_process, shlex.join(["finetune-mile", verb, "--resume", str(folder.path)])
 
     def record(**facts: object) -> None:
         if main:
@@ -64,7 +64,7 @@ def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool) -> It
             record(status="finished")
         except Stopped as stopped:
             record(status="stopped", signal=str(stopped))
-            accelerator.print(f"stopped; continue with {again}")
+            accelerator.print(f"stopped; continue with: {again}")
             ending.code = 128 + stopped.signum
             return
         except BaseException as error:
@@ -74,7 +74,7 @@ def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool) -> It
                 raise
             # Told to stop, and something broke on the way: another process left first, or a second Ctrl-C came.
             record(status="stopped", signal=signal.Signals(signals.caught).name, error=words)
-            accelerator.print(f"stopped ({words}); continue from the last checkpoint with {again}")
+            accelerator.print(f"stopped ({words}); continue from the last checkpoint with: {again}")
             ending.code = 128 + signals.caught
             return
         if main and not keep_checkpoints:

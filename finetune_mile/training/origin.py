@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from finetune_mile.checkpoints.cards import Missing
 from finetune_mile.checkpoints.init import Init, parse_source, read_config
@@ -15,7 +16,30 @@ from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import anchored, scheme_and_place, split_name
 from finetune_mile.training.folder import REFIT, read_info
 
+if TYPE_CHECKING:
+    from finetune_mile.measures.metrics import Activation, SetRule
+
+Part = Literal["val", "train", "all"]
 REFITTED = f"{REFIT}/split.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What `eval` is asked for: a model on data, or saved logits."""
+
+    model: Init | None = None
+    logits: Path | None = None  # instead of a model
+    data: str | None = None  # --data; a model needs it
+    part: Part | None = None  # which images; None: `default_part`
+    truth: str | None = None  # true label sets, --truth
+    compare: Init | None = None  # a second model, or a file of its logits
+    weights: str | None = None  # of a timm model: a file, or none
+    activation: Activation | None = None  # None: what the model was trained with
+    rule: SetRule | None = None  # None: the run's
+    batch_size: int = 128  # over all processes
+    workers: int | None = None  # None: from the cores
+    draws: int = 1000  # of the bootstrap; 0: no intervals
+    seed: int = 0
 
 
 def parse_model(spec: str, flag: str) -> Init:
@@ -38,11 +62,6 @@ def parse_model(spec: str, flag: str) -> Init:
         raise Problem(f"{flag} {spec}: no such file; {hint}") from error
 
 
-def run_folder(model: Init) -> Path | None:
-    """The folder of one of our runs or exports; None for all else."""
-    return model.path if model.path and model.kind == "folder" and "arch" in read_config(model.path) else None
-
-
 def is_logits(source: Init | None) -> bool:
     """Does a --compare name a file of saved logits?"""
     return source is not None and source.kind == "file" and source.name.endswith(".parquet")
@@ -50,9 +69,10 @@ def is_logits(source: Init | None) -> bool:
 
 def file_of_run(model: Init, name: str) -> Path | None:
     """A file of a run folder, or of the run that an export folder is in; None for a model that is no run."""
-    folder = run_folder(model)
-    places = (folder / name, folder.parent / name) if folder else ()
-    return next((path for path in places if path.is_file()), None)
+    folder = model.path if model.kind == "folder" else None
+    if folder is None or "arch" not in read_config(folder):
+        return None
+    return next((path for path in (folder / name, folder.parent / name) if path.is_file()), None)
 
 
 def recipe_of(model: Init) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from finetune_mile.learning.loop import Loop, StepRecord
 from finetune_mile.learning.phases import Decision, Phase
 from finetune_mile.training.display import Display, duration
 from finetune_mile.training.folder import KEPT_CHECKPOINTS, RunFolder
-from finetune_mile.training.memory import Need, advise, copies, need_of, numbers_in
+from finetune_mile.training.memory import Need, advise, copies, fixed_bytes, kept_per_image, numbers_in
 from finetune_mile.training.monitor import PROBE_IMAGES
 from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, trial_steps, unintended
 from finetune_mile.training.processes import Device, Signals, computing
@@ -119,7 +119,8 @@ class Pace(NamedTuple):
     shown: int  # images of a timed step
     loss: float
     weights: int  # bytes
-    need: Need
+    teacher: int  # bytes of one that is brought along
+    per_image: int  # bytes that are kept for the backward pass
 
 
 class _Timer:
@@ -149,7 +150,8 @@ def rehearse(task: Task, model: Model, device: Device, longest: float, folder: P
         here: False: the images are noise, so reading them is not timed.
     """
     recipe, accelerator, phase = task.recipe, device.accelerator, task.plan.phases[0]
-    need = need_of(recipe, task.plan.phases, model.learner, model.teacher, task.preprocess.size)
+    half = recipe.precision in ("bf16", "fp16")
+    per_image = kept_per_image(model.learner, task.preprocess.size, half=half)
     part = recipe.batch_size // (accelerator.num_processes * int(recipe.accumulate))
     batch, reading = _read_some(task, phase)
     switches = computing(
@@ -172,8 +174,8 @@ def rehearse(task: Task, model: Model, device: Device, longest: float, folder: P
         raise
     return Pace(
         step=step, forward=forward, reading=reading / max(device.workers, 1) * here,
-        ahead=device.workers > 0, shown=shown * int(recipe.accumulate), loss=loss, need=need,
-        weights=4 * numbers_in(model.learner),
+        ahead=device.workers > 0, shown=shown * int(recipe.accumulate), loss=loss,
+        weights=4 * numbers_in(model.learner), teacher=4 * numbers_in(model.teacher), per_image=per_image,
     )  # fmt: skip
 
 
@@ -260,7 +262,8 @@ class Price(NamedTuple):
     work: Work
     seconds: Tensor
     disk: dict[str, int]  # most bytes that a run folder holds at once, by purpose
-    memory: int  # bytes of one process, without a teacher that is brought along
+    need: Need
+    memory: int  # bytes of one process here
     warnings: list[str]  # about the schedule
     here: bool  # False: the images are elsewhere
 
@@ -290,11 +293,11 @@ def price(recipe: Recipe, data: Data, pools: Pools, plan: Plan, pace: Pace, *, h
             seconds += pace.forward * work.teacher_images
     held = copies(recipe, plan.phases)
     saved = pace.weights * (1 + held) * (KEPT_CHECKPOINTS + 1)  # one more while it is written
-    part = recipe.batch_size // int(recipe.accumulate)
+    need = Need(fixed_bytes(pace.weights, held, pace.teacher), pace.per_image)
     return Price(
         plan=plan, work=work, seconds=seconds, here=here, warnings=unintended(recipe, plan, labelled, classes),
         disk={"checkpoints": saved, "export": pace.weights, "pseudo-labels": work.label_bytes},
-        memory=pace.weights * (2 + held) + pace.need.per_image * part + work.label_bytes,
+        need=need, memory=need.here(recipe.batch_size // int(recipe.accumulate)) + work.label_bytes,
     )  # fmt: skip
 
 

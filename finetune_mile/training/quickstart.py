@@ -43,7 +43,7 @@ from finetune_mile.training.display import duration
 from finetune_mile.training.embedding import Embedding
 from finetune_mile.training.features import on_features
 from finetune_mile.training.folder import RunFolder
-from finetune_mile.training.minutes import Clock, say_choice, train_in_time
+from finetune_mile.training.minutes import Clock, InTime, say_choice
 from finetune_mile.training.processes import Device, Signals
 from finetune_mile.training.start import start_head
 from finetune_mile.training.task import Model, Task, set_up
@@ -70,8 +70,7 @@ MODEL = "model"  # the run folder that `predict` takes
 class Quickstart:
     """A first comparison, from reading the photos to the page."""
 
-    how: Embedding  # data and features
-    init: Init
+    how: Embedding  # checkpoint, data and features
     reason: str  # for this checkpoint
     out: Path
     clock: Clock
@@ -119,6 +118,10 @@ class Quickstart:
         write_json(self.out / "quickstart.json", facts)
         self.write_page(data, facts, rows[:DOUBTS])
         return facts
+
+    @property
+    def init(self) -> Init:
+        return self.how.inits[0]
 
     @property
     def split(self) -> Path:
@@ -239,13 +242,12 @@ class Quickstart:
     def model(self, method: str, fraction: float) -> dict[str, Any]:
         """Make the model that `predict` takes, in the time that is left; and the commands to go on with."""
         path, how = self.out / MODEL, self.how
-        made = train_in_time(
-            self.clock, lambda sets: self.recipe(method, 0, fraction, sets), self.init, path, self.signals,
-            brief=True, refit=True,
+        made = InTime(
+            clock=self.clock, make=lambda sets: self.recipe(method, 0, fraction, sets), init=self.init, path=path,
+            signals=self.signals, brief=True,
         )  # fmt: skip
-        if made.code > 128:
+        if made.train(refit=True):
             self.signals.raise_if_caught()
-        if made.code:
             raise Problem(f"{path}: training failed; its folder says why")
         commands = {"predict": shlex.join(["finetune-mile", "predict", str(path), "PHOTOS"])}
         if made.facts["left_out"]:

@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.exporting import CONFIG, write_export
@@ -157,8 +156,7 @@ def learner_of(loop: Loop, share: float) -> nn.Module:
     if share == 1:
         return loop.learner()
     learner, first = copy.deepcopy(loop.learner()), loop.roles.weights["init"]
-    with torch.no_grad():
-        for name, tensor in tensors_of(learner).items():
-            if tensor.is_floating_point():
-                tensor.lerp_(first[name], 1 - share)
+    for name, tensor in tensors_of(learner).items():
+        if tensor.is_floating_point():
+            tensor.lerp_(first[name], 1 - share)
     return learner

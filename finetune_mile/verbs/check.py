@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune_mile.checkpoints.init import parse_init, parse_source
-from finetune_mile.config.flags import Parser
-from finetune_mile.config.flags import parse as parse_run
+from finetune_mile.config.flags import Flags, build_parser, parse, verb_parser
 from finetune_mile.config.resolve import resolve_anywhere
 from finetune_mile.core.problems import Problem, tell
 from finetune_mile.images.sources import check_truth, load_data, split_name
@@ -35,34 +33,37 @@ Exit code: 0 fine, 1 a check failed, 2 the command or its input is wrong.
 MOST_IMAGES = 10**7
 IMAGES = 2000  # validation images of the accuracies
 ASIDE = ("resume", "explain", "json", "seeds", "minutes")
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="finetune-mile check", allow_abbrev=False, epilog=EPILOG,
-        usage="finetune-mile check --data DATA [--init NAME] [flags of finetune-mile run] [flags below]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Check the data and, with --init or other flags of a run, everything that the run needs. Takes the "
-        "flags of the run (`finetune-mile run --help`).",
-    )  # fmt: skip
-    add = parser.add_argument
-    add("--list", type=Path, metavar="FILE", help="write bad images and all copies to this CSV file")
-    add("--workers", type=int, help="processes that read the data (default: the cores)")
-    add("--images", metavar="N", help="with --classes: images of data that is elsewhere; else validation images of the "
-        "accuracies, or all (default: 2000)")  # fmt: skip
-    add("--classes", type=int, metavar="N", help="classes of data that is elsewhere")
-    add("--bank", metavar="N", help="training images of k-NN, or all, as published (default: 20000 if nothing else can "
-        "be compared)")  # fmt: skip
-    add("--table", metavar="NAME", help="the price of a table below recipes/tables/, or of a file; takes --set")
-    add("--quick", action="store_true", help="with --table: its short form")
-    add("--runs", type=Path, metavar="DIR", help="with --table: where its run folders are")
-    return parser
+FLAGS: Flags = {
+    "--list": {"type": Path, "metavar": "FILE", "help": "write bad images and all copies to this CSV file"},
+    "--workers": {"type": int, "help": "processes that read the data (default: the cores)"},
+    "--images": {
+        "metavar": "N",
+        "help": "with --classes: images of data that is elsewhere; else validation images of the accuracies, or all "
+        "(default: 2000)",
+    },
+    "--classes": {"type": int, "metavar": "N", "help": "classes of data that is elsewhere"},
+    "--bank": {
+        "metavar": "N",
+        "help": "training images of k-NN, or all, as published (default: 20000 if nothing else can be compared)",
+    },
+    "--table": {"metavar": "NAME", "help": "the price of a table below recipes/tables/, or of a file; takes --set"},
+    "--quick": {"action": "store_true", "help": "with --table: its short form"},
+    "--runs": {"type": Path, "metavar": "DIR", "help": "with --table: where its run folders are"},
+}
+USAGE = "finetune-mile check --data DATA [--init NAME] [flags of finetune-mile run] [flags below]"
+ABOUT = (
+    "Check the data and, with --init or other flags of a run, everything that the run needs. Takes the flags of the "
+    "run (`finetune-mile run --help`)."
+)
 
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 a check failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options, rest = build_parser().parse_known_args(argv)
-    run = parse_run(rest)
+    parser = verb_parser("check", FLAGS, description=ABOUT, epilog=EPILOG, usage=USAGE)
+    options, rest = parser.parse_known_args(argv)
+    run_parser = build_parser()
+    run_parser.others = FLAGS
+    run = parse(rest, run_parser)
     settings, sets = run.given, run.sets
     images, bank = _count("--images", options.images), _count("--bank", options.bank)
     if options.table is not None:
@@ -92,12 +93,12 @@ def main(argv: list[str]) -> int:
     if resolved.recipe.teacher is not None:
         parse_source(resolved.recipe.teacher, "--teacher")
     from finetune_mile.training.checks import check_run
-    from finetune_mile.training.processes import Signals, Stopped, from_first
+    from finetune_mile.training.processes import Signals, Stopped
 
     with Signals() as signals:
         try:
             checks = check_run(resolved, look, counts, images or IMAGES, bank, run.out or Path("runs"), signals)
-            return _sum_up(from_first(partial(list, [_say(check) for check in checks])))
+            return _report(checks)
         except Stopped as stopped:
             return 128 + stopped.signum
 
@@ -127,24 +128,22 @@ def _count(flag: str, text: str | None) -> int | None:
     return int(text)
 
 
-def _print(line: str) -> None:
-    """On the first process."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
+def _report(checks: Iterable[Check]) -> int:
+    """Print each check when it is done, then what to do about those that failed, and the verdict."""
+    from rich.console import Console
 
+    from finetune_mile.training.processes import from_first
 
-def _say(check: Check) -> Check:
-    _print(f"{check.name:<9}{check.state:<6}{check.text}")
-    return check
-
-
-def _sum_up(done: list[Check]) -> int:
-    """What to do about checks that failed, and the verdict."""
+    out = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=os.environ.get("RANK", "0") != "0")
+    said = []
+    for check in checks:
+        out.print(f"{check.name:<9}{check.state:<6}{check.text}")
+        said.append(check)
+    done = from_first(lambda: said)
     off = [check for check in done if check.state == "off"]
     for check in off:
-        _print(f"{check.name} is off. Check next: {check.advice}")
+        out.print(f"{check.name} is off. Check next: {check.advice}")
     slow = ", but reading images will limit the speed" if any(check.state == "slow" for check in done) else ""
     names = ", ".join(check.name for check in off)
-    _print(f'not ready: {names} (docs/imagenet.md, "A number is off")' if off else f"ready{slow}")
+    out.print(f'not ready: {names} (docs/imagenet.md, "A number is off")' if off else f"ready{slow}")
     return 1 if off else 0

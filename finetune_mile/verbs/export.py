@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from finetune_mile.checkpoints.init import parse_source
-from finetune_mile.config.flags import Parser, check_all
+from finetune_mile.config.flags import Flags, check_all, verb_parser
 from finetune_mile.core.files import check_empty
 
 EPILOG = """examples:
@@ -30,26 +29,25 @@ NEEDS = {"onnx": ("onnx", "onnxscript", "onnxruntime")}
 OLDEST = {"onnx": {"torch": (2, 7), "onnxscript": (0, 7)}}  # CONTRIBUTING.md has what was tried
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="finetune-mile export", allow_abbrev=False, epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Write a trained classifier in the form of another tool, with a model card.",
-    )  # fmt: skip
-    parser.add_argument("run", metavar="RUN", help="a run folder, its export, or a checkpoint file with a classifier")
-    forms = "; ".join(f"{form}: {text}" for form, text in FORMS.items())
-    parser.add_argument("--to", choices=tuple(FORMS), required=True, help=forms)
-    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="a folder that is new or empty")
-    parser.add_argument(
-        "--preprocess", action="store_true",
-        help="onnx and torch: take pixels from 0 to 255 (uint8) and normalise them inside",
-    )  # fmt: skip
-    return parser
+FLAGS: Flags = {
+    "run": {"metavar": "RUN", "help": "a run folder, its export, or a checkpoint file with a classifier"},
+    "--to": {
+        "choices": tuple(FORMS),
+        "required": True,
+        "help": "; ".join(f"{form}: {text}" for form, text in FORMS.items()),
+    },
+    "--out": {"type": Path, "metavar": "DIR", "required": True, "help": "a folder that is new or empty"},
+    "--preprocess": {
+        "action": "store_true",
+        "help": "onnx and torch: take pixels from 0 to 255 (uint8) and normalise them inside",
+    },
+}
 
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 the exported network gives other logits, 2 the command or its input was wrong."""
-    options = build_parser().parse_args(argv)
+    about = "Write a trained classifier in the form of another tool, with a model card."
+    options = verb_parser("export", FLAGS, description=about, epilog=EPILOG).parse_args(argv)
     problems = []
     if options.preprocess and options.to not in ("onnx", "torch"):
         problems.append(f"--preprocess is for --to onnx and --to torch; leave it out for --to {options.to}")

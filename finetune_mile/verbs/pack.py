@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from finetune_mile.config.flags import Parser
+from finetune_mile.config.flags import Flags, check_all, outside, verb_parser
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import load_data, split_name
 
+EPILOG = "example: finetune-mile pack folder:photos photos-256        then: --data wds:photos-256"
+FLAGS: Flags = {
+    "source": {"metavar": "SRC", "help": "as --data of `run`: folder:DIR, imagenet:DIR, hf:NAME, ..."},
+    "out": {"metavar": "OUT", "type": Path, "help": "directory for the shards"},
+    "--size": {"type": int, "default": 256, "help": "short side in pixels; smaller images stay (default 256)"},
+    "--quality": {"type": int, "default": 95, "help": "JPEG quality of what is resized (default 95)"},
+    "--shard": {"type": int, "default": 2000, "help": "images in a tar file (default 2000)"},
+    "--workers": {"type": int, "help": "threads (default: the cores)"},
+}
 
-def main(argv: Sequence[str]) -> int:
+
+def main(argv: list[str]) -> int:
     """Exit codes: 0 fine, 2 the command or its input was wrong."""
-    parser = Parser(
-        prog="finetune-mile pack", allow_abbrev=False,
-        description="Write resized images into WebDataset shards. Run the same command again to continue.",
-        epilog="example: finetune-mile pack folder:photos photos-256        then: --data wds:photos-256",
-    )  # fmt: skip
-    parser.add_argument("source", metavar="SRC", help="as --data of `run`: folder:DIR, imagenet:DIR, hf:NAME, ...")
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory for the shards")
-    parser.add_argument("--size", type=int, default=256, help="short side in pixels; smaller images stay (default 256)")
-    parser.add_argument("--quality", type=int, default=95, help="JPEG quality of what is resized (default 95)")
-    parser.add_argument("--shard", type=int, default=2000, help="images in a tar file (default 2000)")
-    parser.add_argument("--workers", type=int, help="threads (default: the cores)")
-    options = parser.parse_args(argv)
-    for name, low, high in (("size", 8, 8192), ("quality", 1, 100), ("shard", 1, 10**6)):
-        if not low <= getattr(options, name) <= high:
-            raise Problem(f"--{name} {getattr(options, name)}: must be from {low} to {high}")
+    about = "Write resized images into WebDataset shards. Run the same command again to continue."
+    options = verb_parser("pack", FLAGS, description=about, epilog=EPILOG).parse_args(argv)
+    check_all(outside(options, size=(8, 8192), quality=(1, 100), shard=(1, 10**6)))
     if options.out.exists() and not options.out.is_dir():
         raise Problem(f"{options.out}: is a file; name a directory for the shards")
     split_name(options.source)

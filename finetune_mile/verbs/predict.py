@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from finetune_mile.checkpoints.init import parse_source
-from finetune_mile.config.flags import Parser, check_all, outside
+from finetune_mile.config.flags import Flags, attempt, check_all, outside, verb_parser
 from finetune_mile.core.console import progress
 from finetune_mile.core.files import check_empty
 from finetune_mile.core.problems import Problem
@@ -27,44 +27,24 @@ exit code: 0 all images were read, 1 some could not be read (stderr names them),
 """
 OTHER_FORMS = {"model.onnx": "onnx", "model.pt2": "torch"}
 WIDEST = 60  # column of names in a table
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="finetune-mile predict", allow_abbrev=False, epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Print the labels of images: the best one, and every other one above the threshold.",
-    )  # fmt: skip
-    parser.add_argument("run", metavar="RUN_OR_EXPORT", help="a run folder, an export, or a checkpoint file")
-    parser.add_argument("images", metavar="IMAGES", nargs="+", help="files, folders, or - for names on stdin")
-    parser.add_argument("--format", choices=("table", "jsonl", "csv"), default="table", help="(default: %(default)s)")
-    parser.add_argument(
-        "--threshold", type=float, metavar="P", help="least probability of a label (default: the run's)"
-    )
-    parser.add_argument("--annotate", type=Path, metavar="DIR", help="write copies with the labels drawn on them")
-    parser.add_argument("--batch-size", type=int, default=64, help="images of a forward pass (default: %(default)s)")
-    parser.add_argument("--workers", type=int, help="loader processes (default: from the cores)")
-    return parser
+FLAGS: Flags = {
+    "run": {"metavar": "RUN_OR_EXPORT", "help": "a run folder, an export, or a checkpoint file"},
+    "images": {"metavar": "IMAGES", "nargs": "+", "help": "files, folders, or - for names on stdin"},
+    "--format": {"choices": ("table", "jsonl", "csv"), "default": "table", "help": "(default: %(default)s)"},
+    "--threshold": {"type": float, "metavar": "P", "help": "least probability of a label (default: the run's)"},
+    "--annotate": {"type": Path, "metavar": "DIR", "help": "write copies with the labels drawn on them"},
+    "--batch-size": {"type": int, "default": 64, "help": "images of a forward pass (default: %(default)s)"},
+    "--workers": {"type": int, "help": "loader processes (default: from the cores)"},
+}
 
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 some images could not be read, 2 the command or its input was wrong."""
-    options = build_parser().parse_args(argv)
+    about = "Print the labels of images: the best one, and every other one above the threshold."
+    options = verb_parser("predict", FLAGS, description=about, epilog=EPILOG).parse_args(argv)
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")  # the name of a file need not be UTF-8
-    names = _check(options)
-    try:
-        return _predict(options, names)
-    except BrokenPipeError:  # such as `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
-        return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-
-
-def _check(options: argparse.Namespace) -> list[str]:
-    """The names of the images; all that cannot work is refused, before torch is imported."""
     problems = outside(options, batch_size=(1, LARGEST_BATCH), workers=(0, MOST_WORKERS), threshold=(0, 1))
     if os.environ.get("WORLD_SIZE", "1") != "1":
         problems.append("predict works in one process; start it without torchrun and accelerate launch")
@@ -73,14 +53,16 @@ def _check(options: argparse.Namespace) -> list[str]:
         for file, form in OTHER_FORMS.items()
         if Path(options.run, file).is_file()
     ]
-    names: list[str] = []
-    check_all(
-        problems,
-        lambda: parse_source(options.run, "RUN"),
-        lambda: check_empty(options.annotate, "--annotate") if options.annotate else None,
-        lambda: names.extend(name for word in options.images for name in _names_in(word)),
-    )
-    return names
+    attempt(problems, parse_source, options.run, "RUN")
+    if options.annotate is not None:
+        attempt(problems, check_empty, options.annotate, "--annotate")
+    names = [name for word in options.images for name in attempt(problems, _names_in, word) or ()]
+    check_all(problems)
+    try:
+        return _predict(options, names)
+    except BrokenPipeError:  # such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        return 128 + signal.SIGPIPE
 
 
 def _names_in(word: str) -> list[str]:

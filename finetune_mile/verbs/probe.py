@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from finetune_mile.checkpoints.init import Init
-from finetune_mile.config.flags import Parser, check_all, init_text, outside
+from finetune_mile.config.flags import Flags, Parser, init_text, verb_parser
 from finetune_mile.core.files import write_json
-from finetune_mile.training.embedding import Embedding, add_flags, check_flags, probe_checkpoints
+from finetune_mile.training.embedding import FLAGS, Probing
 
 EPILOG = """examples:
   finetune-mile probe --init moco.pth.tar --init timm:resnet50.a1_in1k --data folder:photos --fraction 0.1
@@ -17,61 +16,57 @@ EPILOG = """examples:
 
 The features are kept in the cache: another fraction, or a run with --trunk frozen, finds them again.
 """
-MOST_SEEDS, MOST_NEIGHBOURS = 1000, 10**6
+OWN_FLAGS: Flags = {
+    "--init": {"action": "append", "required": True, "help": "a checkpoint, as for `run`; may be repeated"},
+    "--fraction": {"type": float, "default": 1.0, "help": "share of the labels to use (default: 1)"},
+    "--seeds": {"type": int, "default": 3, "help": "draws of the labels (default: %(default)s)"},
+    "--k": {"type": int, "default": 20, "help": "neighbours that vote (default: %(default)s)"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "write the table as JSON"},
+    "--html": {"type": Path, "metavar": "FILE", "help": "write the table as a page"},
+}
 
 
 def build_parser() -> Parser:
-    parser = Parser(
-        prog="finetune-mile probe", allow_abbrev=False, epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Compare checkpoints on your images: weighted k-NN and a linear probe, softmax and sigmoid.",
-    )  # fmt: skip
-    parser.add_argument("--init", action="append", required=True, help="a checkpoint, as for `run`; may be repeated")
-    parser.add_argument("--fraction", type=float, default=1.0, help="share of the labels to use (default: 1)")
-    parser.add_argument("--seeds", type=int, default=3, help="draws of the labels (default: %(default)s)")
-    parser.add_argument("--k", type=int, default=20, help="neighbours that vote (default: %(default)s)")
-    add_flags(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the table as a page")
-    return parser
+    text = "Compare checkpoints on your images: weighted k-NN and a linear probe, softmax and sigmoid."
+    return verb_parser("probe", OWN_FLAGS | FLAGS, description=text, epilog=EPILOG)
 
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options, inits = check(build_parser().parse_args(argv))
-    from finetune_mile.training.processes import stoppable
+    options = build_parser().parse_args(argv)
+    probing = check(options)
+    from accelerate import Accelerator
 
-    how, draws = Embedding.of_flags(options), {name: getattr(options, name) for name in ("fraction", "seeds", "k")}
-    return stoppable(lambda *processes: _write(options, probe_checkpoints(inits, how, *processes, **draws)))
+    from finetune_mile.training.processes import Signals, stoppable
+
+    def work(accelerator: Accelerator, signals: Signals) -> None:
+        result = probing.compare(accelerator, signals)
+        if result is None:
+            return
+        show(result)
+        if options.json is not None:
+            write_json(options.json, result)
+        if options.html is not None:
+            from finetune_mile.pages.report import write_page
+
+            write_page(options.html, "probe.html", title=f"Checkpoints for {result['data']}", **result)
+
+    return stoppable(work)
 
 
-def check(options: argparse.Namespace) -> tuple[argparse.Namespace, list[Init]]:
-    """Refuse what cannot work; the checkpoints of --init."""
-    problems = outside(options, seeds=(1, MOST_SEEDS), k=(1, MOST_NEIGHBOURS))
-    if not 0 < options.fraction <= 1:
-        problems.append(f"--fraction {options.fraction:g}: must be above 0 and at most 1")
-    problems += [
+def check(options: argparse.Namespace) -> Probing:
+    """The flags as a value; what cannot work is refused."""
+    problems = [
         f"--init {text}: is given twice; leave one out"
         for text in sorted(set(options.init))
         if options.init.count(text) > 1
     ]
+    if not 0 < options.fraction <= 1:
+        problems.append(f"--fraction {options.fraction:g}: must be above 0 and at most 1")
     for flag, path in (("--json", options.json), ("--html", options.html)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             problems.append(f"{flag} {path}: {'is a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
-    check_all(problems)
-    return options, check_flags(options, [init_text(text, options.format) for text in options.init])
-
-
-def _write(options: argparse.Namespace, result: dict[str, Any] | None) -> None:
-    if result is None:
-        return
-    show(result)
-    if options.json is not None:
-        write_json(options.json, result)
-    if options.html is not None:
-        from finetune_mile.pages.report import write_page
-
-        write_page(options.html, "probe.html", title=f"Checkpoints for {result['data']}", **result)
+    return Probing.of_flags(options, [init_text(text, options.format) for text in options.init], *problems)
 
 
 def show(result: dict[str, Any]) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from finetune_mile.checkpoints.choosing import DOWNLOADED, choose_init
-from finetune_mile.config.flags import FORMAT, Parser, init_text
+from finetune_mile.config.flags import Flags, check_all, init_text, verb_parser
+from finetune_mile.core.files import check_empty
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
-from finetune_mile.training.embedding import Embedding, check_flags
+from finetune_mile.training.embedding import FLAGS as FEATURE_FLAGS
+from finetune_mile.training.embedding import Embedding
 from finetune_mile.training.folder import claim_folder
-from finetune_mile.training.minutes import MOST_MINUTES, Clock
+from finetune_mile.training.minutes import Clock, wrong_minutes
 
+ABOUT = (
+    "Compare methods on features of your photos, make a model in the time that you have, and write one page about it."
+)
 EPILOG = """examples:
   finetune-mile quickstart photos                         photos/CLASS/IMAGE.jpg, or photos/train/... and photos/val/...
   finetune-mile quickstart photos --init moco.pth.tar --minutes 30
@@ -25,52 +29,38 @@ once, on a terminal; --download agrees), else the small network that comes with 
 """
 
 
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="finetune-mile quickstart", allow_abbrev=False, epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Compare methods on features of your photos, make a model in the time that you have, "
-        "and write one page about it.",
-    )  # fmt: skip
-    parser.add_argument("data", metavar="DIR", help="a folder of photos, or any --data of `run`")
-    parser.add_argument("--init", help="the checkpoint, as for `run`")
-    parser.add_argument("--minutes", type=float, default=10.0, help="time to use (default: %(default)g)")
-    parser.add_argument("--download", action="store_true", help=f"without --init: download {DOWNLOADED}, no question")
-    parser.add_argument("--arch", help="network, where the checkpoint does not say it")
-    parser.add_argument("--format", help=FORMAT)
-    parser.add_argument("--size", type=int, help="image side (default: as the checkpoint says)")
-    parser.add_argument("--workers", type=int, help="loader processes (default: from the cores)")
-    parser.add_argument("--out", type=Path, help="a new folder (default: runs/quickstart-N)")
-    return parser
+FLAGS: Flags = {
+    "data": {"metavar": "DIR", "help": "a folder of photos, or any --data of `run`"},
+    "--init": {"help": "the checkpoint, as for `run`"},
+    "--minutes": {"type": float, "default": 10.0, "help": "time to use (default: %(default)g)"},
+    "--download": {"action": "store_true", "help": f"without --init: download {DOWNLOADED}, no question"},
+    **{name: FEATURE_FLAGS[name] for name in ("--arch", "--format", "--size", "--workers")},
+    "--out": {"type": Path, "help": "a new folder (default: runs/quickstart-N)"},
+}
 
 
 def main(argv: list[str]) -> int:
     """The command: 0 fine, 1 it failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
-    options = build_parser().parse_args(argv)
-    if not 0 < options.minutes <= MOST_MINUTES:
-        raise Problem(f"--minutes {options.minutes:g}: must be above 0 and at most {MOST_MINUTES:,}")
+    options = verb_parser("quickstart", FLAGS, description=ABOUT, epilog=EPILOG).parse_args(argv)
+    check_all(wrong_minutes(options.minutes))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Problem("quickstart is one process: start it without accelerate launch or torchrun")
-    out = options.out
-    if out is not None and os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
-        raise Problem(f"--out {out}: already exists; choose a new folder")
+    if options.out is not None:
+        check_empty(options.out, "--out")
     split_name(options.data)  # before a question about the checkpoint
     if options.init is None and options.format is None:
         text, reason = choose_init(options.data, download=options.download)
     else:
         text, reason = init_text(options.init, options.format), "--init"
-    (init,) = check_flags(options, [text])
-    out = out or claim_folder(Path("runs"), "quickstart")
-    how = Embedding(data=options.data, arch=options.arch, size=options.size, workers=options.workers)
-    clock = Clock(options.minutes)  # features are float32, as those of runs: else they would be computed twice
+    how = Embedding.of_flags(options, [text])
+    out = options.out or claim_folder(Path("runs"), "quickstart")
+    clock = Clock(options.minutes)
     from finetune_mile.training.processes import stoppable
     from finetune_mile.training.quickstart import Quickstart
 
     return stoppable(
         lambda accelerator, signals: show(
-            Quickstart(
-                how=how, init=init, reason=reason, out=out, clock=clock, accelerator=accelerator, signals=signals
-            ).work(),
+            Quickstart(how=how, reason=reason, out=out, clock=clock, accelerator=accelerator, signals=signals).work(),
             out / "quickstart.html",
         )
     )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from finetune_mile.config.flags import Parser
+from finetune_mile.config.flags import Flags, verb_parser
 from finetune_mile.config.resolve import NO_RUNS, find_recipe
 from finetune_mile.core.files import shipped, whole_file
 from finetune_mile.core.problems import Problem
@@ -19,16 +19,16 @@ EPILOG = """examples:
   finetune-mile recipes show finetune
   finetune-mile recipes cp ssl/mocov2 mine.yaml       then: finetune-mile run --recipe mine.yaml
 """
+FLAGS: Flags = {
+    "verb": {"choices": ("ls", "show", "cp"), "help": "list names, print one, copy one"},
+    "name": {"nargs": "?", "help": "a name that ls prints"},
+    "file": {"nargs": "?", "type": Path, "help": "where cp writes"},
+}
 
 
 def main(argv: list[str]) -> int:
     """0 fine, 2 the command or its input was wrong."""
-    parser = Parser(prog="finetune-mile recipes", allow_abbrev=False, epilog=EPILOG, description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("verb", choices=("ls", "show", "cp"), help="list names, print one, copy one")
-    parser.add_argument("name", nargs="?", help="a name that ls prints")
-    parser.add_argument("file", nargs="?", type=Path, help="where cp writes")
-    options = parser.parse_args(argv)
+    options = verb_parser("recipes", FLAGS, description=__doc__, epilog=EPILOG).parse_args(argv)
     wanted = {"ls": 0, "show": 1, "cp": 2}[options.verb]
     if sum(value is not None for value in (options.name, options.file)) != wanted:
         words = ("", " NAME", " NAME FILE")[wanted]
@@ -57,9 +57,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def listed() -> list[tuple[str, str]]:
+def listed() -> Iterator[tuple[str, str]]:
     """Names of recipes that a run takes, each with the first sentence of its comment."""
-    folder, rows = shipped("recipes"), []
+    folder = shipped("recipes")
     for path in sorted(folder.rglob("*.yaml")):
         file = path.relative_to(folder)
         if file.parts[0] in NO_RUNS:
@@ -67,5 +67,4 @@ def listed() -> list[tuple[str, str]]:
         lines = path.read_text(encoding="utf-8").splitlines()
         text = " ".join(line[1:].strip() for line in lines if line.startswith("#") and "$schema" not in line)
         about = re.split(r"(?<=[.?]) (?=[A-Z])| {2}", text.strip(), maxsplit=1)[0]  # two blanks: a paragraph ends
-        rows.append((str(file.with_suffix("")), about))
-    return rows
+        yield str(file.with_suffix("")), about

@@ -21,6 +21,7 @@ CASES = {
     "a flag of another tool": (["--pretrained", "x"], "did you mean --init?"),
     "a short flag of another tool": (["--bs", "8"], "did you mean --batch-size?"),
     "a setting that has no flag": (["--weight-decay", "0.1"], "did you mean --set optimizer.weight_decay=?"),
+    "another setting that has no flag": (["--num-workers", "3"], "did you mean --set workers=?"),
     "several at once": (["--fraction", "2", "--k-t", "0", "--seed", "x"], "--fraction 2"),
     "fraction": (["--fraction", "2"], "less than or equal to 1"),
     "k_t": (["--k-t", "0"], "--k-t 0"),
@@ -66,6 +67,13 @@ def test_bad_input_ends_the_command(case, tmp_path):
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_check_knows_its_own_flags_and_those_of_a_run(capsys):
+    """`check --worker 3` was answered with --keep, a flag of `run`."""
+    for flag, near in (("--worker", "--workers"), ("--fractoin", "--fraction"), ("--num_workers", "--set workers=")):
+        assert main(["check", "--data", "demo:40", flag, "3"]) == 2
+        assert f"unknown flag; did you mean {near}?" in capsys.readouterr().err
 
 
 def test_all_problems_are_told_at_once(tmp_path):

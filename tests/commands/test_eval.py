@@ -268,7 +268,7 @@ CASES = {
     "no folder": (["--model", "timm:resnet18", "--data", "folder:nowhere"], "no directory 'nowhere'"),
     "no logits": (["--logits", "l.parquet"], "--logits l.parquet: no such file"),
     "no weights": (["--model", "timm:resnet18", "--data", "demo", "--weights", "w.pth"], "--weights w.pth: no such"),
-    "batch": (["--model", "timm:resnet18", "--data", "demo", "--batch_size", "0"], "0 is not a number of images"),
+    "batch": (["--model", "timm:resnet18", "--data", "demo", "--batch_size", "0"], "--batch-size 0: must be from 1"),
     "truth": (["--model", "timm:resnet18", "--data", "demo", "--truth", "csv:no.csv"], "there is no file no.csv"),
     "compare": (["--model", "timm:resnet18", "--data", "demo", "--compare", "no"], "--compare no: no such file"),
 }

@@ -12,6 +12,7 @@ from finetune_mile.config.resolve import resolve
 from finetune_mile.core.problems import Failed
 from finetune_mile.training import minutes, pricing, task
 from finetune_mile.training import plan as planning
+from finetune_mile.training.minutes import InTime
 from finetune_mile.training.processes import Signals
 
 LITTLE = ["--init", "simclr-demo", "--method", "softmax", "--set", "workers=0"]
@@ -37,9 +38,7 @@ def out(monkeypatch, tmp_path):
 @pytest.fixture
 def enough_time(monkeypatch):
     """All layers are said to fit."""
-    monkeypatch.setattr(
-        minutes, "_largest_that_fits", lambda clock, make, size, signals, left_out: ("all layers", make(["trunk=all"]))
-    )
+    monkeypatch.setattr(InTime, "_largest_that_fits", lambda work, _size: ("all layers", work.make(["trunk=all"])))
 
 
 def run(photos, out, *words):
@@ -113,17 +112,17 @@ def test_a_tie_keeps_the_simpler_model():
 @pytest.mark.usefixtures("enough_time")
 @pytest.mark.parametrize("end", ["signal", "failure"])
 def test_what_ends_the_larger_step_leaves_the_first_model(photos, out, capsys, monkeypatch, end):
-    train = minutes._train
+    one_run = InTime._run
 
-    def second(resolved, init, teacher, path, signals, *, brief):
+    def second(work, resolved, path, *, brief):
         if path != out:
             assert is_frozen(out)
             if end == "failure":
                 raise Failed("the memory is full")
-            signals.stop(signal.SIGINT)
-        return train(resolved, init, teacher, path, signals, brief=brief)
+            work.signals.stop(signal.SIGINT)
+        return one_run(work, resolved, path, brief=brief)
 
-    monkeypatch.setattr(minutes, "_train", second)
+    monkeypatch.setattr(InTime, "_run", second)
     code, printed = run(photos, out), capsys.readouterr()
     assert code == (130 if end == "signal" else 0)
     assert ("is complete" in printed.err) is (end == "signal")
@@ -167,12 +166,13 @@ def test_the_largest_step_that_fits_is_chosen(monkeypatch):
             self.seconds = [0, 0, prices[recipe.trunk, recipe.size]]
 
     monkeypatch.setattr(pricing, "estimate", Price)
-    left_out = []
 
     def make(sets):
         return resolve({"init": "simclr-demo", "data": "folder:photos"}, sets)
 
-    chosen = minutes._largest_that_fits(minutes.Clock(2), make, 224, None, left_out)
+    left_out = []
+    work = InTime(clock=minutes.Clock(2), make=make, init=None, path=None, signals=None, facts={"left_out": left_out})
+    chosen = work._largest_that_fits(224)
     assert chosen is not None
     assert chosen[0] == "all layers at 160 px"
     assert chosen[1].recipe.size == 160

@@ -210,7 +210,7 @@ def test_settings_get_the_sentences_of_the_command(tmp_path):
         finetune_mile.train(resume=tmp_path, batch_size=3)
     with pytest.raises(Problem, match="--sise: unknown flag; did you mean --size"):
         finetune_mile.embed("simclr-demo", "demo", sise=3)
-    with pytest.raises(Problem, match="argument --draws: -1 is not a whole number from 0"):
+    with pytest.raises(Problem, match="--draws -1: must be from 0 to 999,999"):
         finetune_mile.evaluate("timm:resnet18", "demo", draws=-1)
     with pytest.raises(Problem, match="--part trian: unknown; did you mean train"):
         finetune_mile.evaluate("timm:resnet18", "demo", part="trian")

@@ -16,7 +16,7 @@ from finetune_mile.core.problems import Problem
 from finetune_mile.measures.probing import doubtful
 from finetune_mile.training import plan as planning
 from finetune_mile.training import quickstart
-from finetune_mile.training.minutes import Made
+from finetune_mile.training.minutes import InTime
 
 LITTLE = ["--size", "24", "--workers", "0"]
 
@@ -118,7 +118,7 @@ def test_photos_with_sets_of_labels_are_compared_by_map(photos, quick, monkeypat
     step = {"name": "frozen features at 24 px", "seconds": 1.0, "score": 50.0, "low": 40.0, "high": 60.0}
     made = {"measure": "map", "method": "sigmoid", "counted": 5, "steps": [step], "kept": step["name"]}
     made |= {"difference": None, "left_out": []}
-    monkeypatch.setattr(quickstart, "train_in_time", lambda *_, **__: Made(facts=made))
+    monkeypatch.setattr(InTime, "train", lambda work, **_: work.facts.update(made) or 0)
     assert main(["quickstart", f"csv:{table}", "--out", str(quick), *LITTLE]) == 0
     facts = facts_of(quick)
     names = ["k-NN", "softmax probe", "sigmoid probe", "sigmoid", "wan", "mile"]
@@ -157,7 +157,7 @@ def test_the_checkpoint_is_chosen_in_this_order(photos, tmp_path, monkeypatch):
     [
         (["--minutes", "0"], "--minutes 0: must be above 0"),
         (["--init", "no-such-card"], "--init no-such-card: no such file, and no card of that name"),
-        (["--out", "{photos}"], "already exists; choose a new folder"),
+        (["--out", "{photos}"], "already exists; give a folder that is new or empty"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(photos, tmp_path, monkeypatch, capsys, words, sentence):

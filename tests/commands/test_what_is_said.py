@@ -102,11 +102,12 @@ def test_the_commands_that_a_run_prints_can_be_pasted(photos, tmp_path, capsys, 
     assert main(command) == 143
     stop_at(None)
     said = "".join(capsys.readouterr())
-    assert shlex.split(said.split("continue with ")[1].splitlines()[0]) == ["--resume", str(out)]
+    again = shlex.split(said.split("continue with: ")[1].splitlines()[0])
+    assert again == ["finetune-mile", "run", "--resume", str(out)]
     assert main(command) == 2
     said = capsys.readouterr().err
     assert f"--resume {shlex.quote(str(out))}" in said
-    assert main(["run", "--resume", str(out)]) == 0
+    assert main(again[1:]) == 0
     said = "".join(capsys.readouterr())
     printed = re.findall(r"finetune-mile (?:doctor|predict|probe) [^()\n]+", said)
     assert printed

@@ -6,13 +6,13 @@ import torch
 
 from finetune_mile.pages.report import (
     data_url,
-    embed,
     gallery_figure,
     gate_plot,
     generation_plot,
     loss_plot,
     pixels,
     png_of,
+    png_of_figure,
 )
 
 LABELS = {"labels_per_image": 1.2, "given_recall": 0.9, "empty_share": 0.1}
@@ -47,7 +47,7 @@ def test_without_records_there_is_no_plot(plot):
 def test_the_gallery_of_a_tracker(rendered):
     figure = gallery_figure(SHOWN)
     picture = pixels(figure)
-    assert embed(figure).startswith("data:image/png;base64,iVBOR")
+    assert data_url(png_of_figure(figure)).startswith("data:image/png;base64,iVBOR")
     assert np.abs(picture.astype(int) - 200).max(2).min() == 0, "the photo is there"
     assert len(figure.axes) == 7
     assert gallery_figure([]) is None

@@ -11,9 +11,13 @@ from finetune_mile.cli import main
 from finetune_mile.config.flags import parse
 from finetune_mile.config.resolve import resolve
 from finetune_mile.core.problems import Problem
+from finetune_mile.networks.heads import build, new_head
+from finetune_mile.paper.table_plan import _price_cell
 from finetune_mile.run import main as run
+from finetune_mile.training.memory import numbers_in
 from finetune_mile.training.plan import unintended
 from finetune_mile.training.pricing import count, find_data, find_weights, noise
+from finetune_mile.training.processes import Signals
 from finetune_mile.training.task import lay_out
 
 SCHEDULE = {"steps": 1000, "k_t": 80, "k_s": 20, "rho": 0.25}
@@ -120,6 +124,18 @@ def test_a_card_is_enough_to_know_the_network(monkeypatch, tmp_path):
     monkeypatch.setenv("FINETUNE_MILE_CACHE", str(tmp_path))
     recipe, init = find_weights(resolve({"init": "simclrv2-sk1", "data": "folder:photos"}, []).recipe)
     assert (recipe.arch, recipe.size, init.kind) == ("resnet50-sk", 224, "none")
+
+
+def test_the_memory_of_a_run_has_a_teacher_that_is_brought_along_in_it(tmp_path):
+    """`check --table` left it out."""
+    settings = {"data": "demo:40", "init": "none", "arch": "resnet-demo", "method": "distill", "teacher": str(tmp_path)}
+    recipe = resolve(settings, ["size=16", "batch_size=8"]).recipe
+    with Signals() as signals:
+        small, large = (_price_cell(recipe, arch, {}, signals).memory for arch in ("resnet-demo", "resnet18"))
+    teachers = [build(arch) for arch in ("resnet-demo", "resnet18")]
+    for teacher in teachers:
+        new_head(teacher, 10, "prior")
+    assert large - small == 4 * (numbers_in(teachers[1]) - numbers_in(teachers[0]))
 
 
 def test_the_cost_has_every_line(capsys):

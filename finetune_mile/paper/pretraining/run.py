@@ -33,7 +33,7 @@ from finetune_mile.learning.roles import Roles
 from finetune_mile.measures.guards import lower_rates
 from finetune_mile.measures.predictions import pick_probe
 from finetune_mile.networks.heads import build
-from finetune_mile.pages.report import INK, embed, plot_figure, png_of, write_page
+from finetune_mile.pages import report
 from finetune_mile.paper.pretraining.methods import METHODS, Learner
 from finetune_mile.paper.pretraining.recipe import Pretrain
 from finetune_mile.paper.pretraining.views import SEEDS, draw, make_view
@@ -217,7 +217,7 @@ def open_folder(setup: PretrainSetup, path: Path, *, resume: bool, overwrite: bo
 def train(setup: PretrainSetup, folder: RunFolder) -> int:
     """Train what is left, then finish; returns the exit code."""
     switches = computing(precision=setup.recipe.precision, benchmark=uses_gpu())
-    with switches, recorded(setup.device, folder, keep_checkpoints=True) as ending:
+    with switches, recorded(setup.device, folder, keep_checkpoints=True, verb="pretrain") as ending:
         setup.store_images()
         before, monitor = train_steps(setup, folder)
         spread = weight_spread(setup.learner)
@@ -306,18 +306,18 @@ def write_checkpoint(folder: Path, setup: PretrainSetup) -> None:
 def write_report(setup: PretrainSetup, folder: RunFolder, results: dict[str, Any]) -> None:
     """Write report.html and views.png into the run folder."""
     lines = [r for r in folder.metrics() if r["kind"] == "train"]
-    plot, (axis,) = plot_figure(1, "training loss")
+    plot, (axis,) = report.plot_figure(1, "training loss")
     plot.set_size_inches(9.2, 2.6)
-    axis.plot([r["step"] for r in lines], [r["loss"] for r in lines], "-", lw=1, color=INK)
+    axis.plot([r["step"] for r in lines], [r["loss"] for r in lines], "-", lw=1, color=report.INK)
     with whole_file(folder.path / "views.png") as part:
-        part.write_bytes(png_of(views_picture(setup)))
-    write_page(
+        part.write_bytes(report.png_of(views_picture(setup)))
+    report.write_page(
         folder.path / "report.html",
         "pretrain.html",
         title=folder.path.name,
         recipe=setup.recipe,
         results={key: value for key, value in results.items() if value is not None},
-        loss=embed(plot),
+        loss=report.data_url(report.png_of_figure(plot)),
         settings=to_yaml(setup.recipe),
     )
 
