@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -125,15 +126,15 @@ def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *inputs: Any) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             return kind.forward(self, *inputs)
-        return checkpoint(
-            kind.forward,
-            self,
-            *inputs,
-            use_reentrant=False,
-            context_fn=lambda: (nullcontext(), _statistics_kept(self)),  # for the first and for the second time
-        )
+        contexts = partial(_first_and_second, self)  # torch.compile takes no closure here
+        return checkpoint(partial(kind.forward, self), *inputs, use_reentrant=False, context_fn=contexts)
 
     return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _first_and_second(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What the forward pass of a block runs in: the first time, and when its gradient computes it again."""
+    return nullcontext(), _statistics_kept(block)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def verdicts(objects, strength, images=100, classes=5, many=5):
         # an image shows its objects more or less clearly
         clear = strength * 2 * torch.rand(images, 1, generator=draw)
         logits = clear * there + torch.randn(images, classes, generator=draw)
-        found.append(judge(logits, given, torch.ones(classes), generation=0, gate="auto", v_min=1.0, g_min=0.5))
+        found.append(judge(logits, given, torch.ones(classes), generation=0, bars=(1.0, 0.5), was_open=False))
     return [{"open": v.open, "g": v.g, "misses": v.misses, "images": v.images, "labels_found": 2.0} for v in found]
 
 
