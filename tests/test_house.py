@@ -30,26 +30,26 @@ PRETRAIN_RECIPES = sorted((ROOT / "recipes/pretrain").glob("*.yaml"))
 # Measured by `python -m tests.roads`, and a few more for other processors; only to be lowered. The aim (statements,
 # functions, files): run 1,500 / 300 / 45, load 450 / 90 / 16, predict 450 / 80 / 20, imitation 200 / 55 / 14.
 ROADS = {
-    "run": {"statements": 1880, "functions": 398, "files": 56},
-    "load": {"statements": 450, "functions": 86, "files": 15},
-    "predict": {"statements": 460, "functions": 96, "files": 22},
-    "imitation": {"statements": 246, "functions": 65, "files": 16},
+    "run": {"statements": 1764, "functions": 371, "files": 55},
+    "load": {"statements": 440, "functions": 77, "files": 13},
+    "predict": {"statements": 440, "functions": 91, "files": 20},
+    "imitation": {"statements": 215, "functions": 55, "files": 15},
 }
 # `python -m tests.size`, without paper/; only to be lowered, or raised by what a commit lists. The aim: 14,300.
 STATEMENTS = {
-    "(top)": 350,
-    "checkpoints": 3895,
-    "compute": 218,
-    "config": 760,
-    "core": 537,
-    "images": 2664,
-    "learning": 849,
-    "measures": 992,
-    "methods": 570,
-    "networks": 658,
-    "pages": 321,
-    "training": 3697,
-    "verbs": 779,
+    "(top)": 349,
+    "checkpoints": 3791,
+    "compute": 213,
+    "config": 749,
+    "core": 512,
+    "images": 2639,
+    "learning": 804,
+    "measures": 958,
+    "methods": 457,
+    "networks": 583,
+    "pages": 295,
+    "training": 3642,
+    "verbs": 600,
 }
 # Left from before these rules. Nothing may be added.
 TOO_LONG: set[str] = set()
