@@ -188,7 +188,10 @@ class LabelObjective:
     def backward(self, loop: Loop, batch: Batch, record: StepRecord) -> None:
         phase, accelerator, images = record.phase, loop.accelerator, self.prepare(batch.images)
         given = given_matrix(batch.labels.to(images.device, non_blocking=True), self.num_classes)
-        targets, teacher_logits = self._targets(loop, phase, images, given, batch)
+        weak = None if batch.weak is None else self.prepare(batch.weak)
+        targets, teacher_logits = self._targets(loop, phase, images if weak is None else weak, given, batch)
+        if phase.given_weak and weak is not None:
+            images = torch.where(given.any(1)[:, None, None, None], weak, images)
         if phase.name == "imitation":
             record.labels += label_counts(targets, given)
         if self.label_smoothing or self.mixing is not None:
@@ -207,9 +210,9 @@ class LabelObjective:
         record.images += len(batch.samples)
 
     def _targets(
-        self, loop: Loop, phase: Phase, images: Tensor, given: Tensor, batch: Batch
+        self, loop: Loop, phase: Phase, seen: Tensor, given: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
-        """The target matrix (B, C), and the teacher's logits if they were computed for it."""
+        """The target matrix (B, C), and the teacher's logits for what it has `seen` if they were computed for it."""
         if phase.given:
             if bool((batch.labels < 0).any()):  # on the CPU, where labels come from: no wait for the device
                 raise Problem("an unlabelled image was drawn in an interaction; this is a bug in the pools")
@@ -220,8 +223,8 @@ class LabelObjective:
         else:
             assert loop.roles.teacher is not None
             with torch.no_grad(), loop.accelerator.autocast():
-                teacher_logits = loop.roles.teacher(images if batch.weak is None else self.prepare(batch.weak))
-            targets = self.targets(phase, teacher_logits)
+                teacher_logits = loop.roles.teacher(seen)
+            targets = self.targets(phase, loop.state.adjusted(phase, teacher_logits))
         return torch.maximum(targets, given) if phase.union else targets, teacher_logits
 
     def _softened(

@@ -49,7 +49,12 @@ def bce(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) ->
         targets: (B, C) in [0, 1].
         class_weights: (C,), or None for ones.
     """
-    return bce_entries(logits, targets, class_weights).sum(1).mean()
+    return bce_rows(logits, targets, class_weights).mean()
+
+
+def bce_rows(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
+    """Binary cross-entropy of every image (B,), summed over classes; arguments as in `bce`."""
+    return bce_entries(logits, targets, class_weights).sum(1)
 
 
 def bce_entries(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
@@ -65,10 +70,15 @@ def cross_entropy(logits: Tensor, targets: Tensor, class_weights: Tensor | None 
         targets: (B, C), rows that sum to one (one-hot or soft). Several given labels share the mass equally.
         class_weights: (C,), or None for ones.
     """
+    return cross_entropy_rows(logits, targets, class_weights).mean()
+
+
+def cross_entropy_rows(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
+    """Softmax cross-entropy of every image (B,); arguments as in `cross_entropy`."""
     shares = shared(targets)
     if class_weights is not None:
         shares = shares * class_weights
-    return -(shares * logits.float().log_softmax(1)).sum(1).mean()
+    return -(shares * logits.float().log_softmax(1)).sum(1)
 
 
-LOSSES: dict[str, LossFunction] = {"bce": bce, "cross_entropy": cross_entropy}
+LOSSES: dict[str, LossFunction] = {"bce": bce_rows, "cross_entropy": cross_entropy_rows}  # of every image, (B,)

@@ -40,6 +40,7 @@ class Phase:
     continues: bool = False  # optimiser and average go on from the phase before, as in plain training
     values: Any = None  # the method's own frozen values for this phase, such as a threshold
     label_weight: float = 0.0  # of the loss against the given labels, beside that against the teacher's
+    given_weak: bool = False  # labelled images are learned from the teacher's kind of view
 
     @property
     def temperature(self) -> float:
@@ -54,6 +55,7 @@ class Budget:
     total_steps: int
     steps_per_epoch: float  # of the labelled images
     pool: Pool = "labelled"  # that an imitation draws from
+    labelled_share: float | None = None  # of each batch of an imitation, where the recipe has one
 
     def steps(self, amount: int | str) -> int:
         """An amount of the recipe in steps; 0 stays 0."""
@@ -145,6 +147,11 @@ class MethodState:
 
     def entered(self, phase: Phase) -> None:
         """Called when the learner has the weights that a phase starts from."""
+
+    def adjusted(self, phase: Phase, teacher_logits: Tensor) -> Tensor:
+        """The teacher's logits (B, C) as labels are made from them."""
+        del phase
+        return teacher_logits
 
     def after_step(self, step: StepView, logits: Tensor) -> None:
         """Called after the backward pass of each part of a batch."""

@@ -43,9 +43,10 @@ def weights_hash(network: nn.Module, more: str = "") -> str:
 class Average:
     """Averaged weights of the learner; they start anew wherever the learner's weights are swapped."""
 
-    def __init__(self, learner: nn.Module, decay: float) -> None:
+    def __init__(self, learner: nn.Module, decay: float, follower: nn.Module | None = None) -> None:
+        """Start with the learner's weights; a `follower`, a copy of the learner, always has the averaged ones."""
         self.learner, self.decay = learner, decay
-        self.weights: Weights = snapshot(learner)
+        self.weights: Weights = snapshot(learner) if follower is None else tensors_of(follower)
 
     def restart(self) -> None:
         copy_into(self.weights, tensors_of(self.learner))

@@ -26,6 +26,7 @@ METHODS = {
     "noisy-student": "finetune_mile.methods.noisy_student",
     "self-distill": "finetune_mile.methods.self_distill",
     "distill": "finetune_mile.methods.distill",
+    "averaged-teacher": "finetune_mile.methods.averaged_teacher",
     "wan": "finetune_mile.methods.wan",
     "large-loss": "finetune_mile.paper.large_loss",
     "role": "finetune_mile.paper.role",
@@ -64,11 +65,11 @@ def named_loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) ->
     """
     from finetune_mile.learning.losses import LOSSES
 
-    measure, heat = LOSSES[phase.loss], phase.temperature
-    loss = heat**2 * measure(logits / heat, targets, step.class_weights)
+    rows, heat = LOSSES[phase.loss], phase.temperature
+    loss = heat**2 * rows(logits / heat, targets, step.class_weights).mean()
     if phase.label_weight == 0:
         return loss
-    return (1 - phase.label_weight) * loss + phase.label_weight * measure(logits, step.given, step.class_weights)
+    return (1 - phase.label_weight) * loss + phase.label_weight * rows(logits, step.given, step.class_weights).mean()
 
 
 def loss_of_new_head(phase: Phase, num_classes: int, labels: float, head_bias: HeadBias) -> float | None:
@@ -95,6 +96,7 @@ class Traits:
     optimizer_state: Literal["keep", "reset"] = "keep"  # the momentum, where the learner's weights are swapped
     pseudo_labels: Literal["batch", "cycle"] = "batch"  # cycle: made once per generation, on the plain images
     rho: float | None = None  # the pseudo-label threshold, where there is one; f1@rho is read there
+    teacher: Literal["snapshot", "average"] = "snapshot"  # a copy of the learner, or its running average
 
 
 def _default_traits(_block: Any) -> Traits:

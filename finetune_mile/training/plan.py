@@ -83,9 +83,10 @@ def make_plan(recipe: Recipe, pool_sizes: dict[Pool, int]) -> Plan:
                 f"labelled_share {recipe.labelled_share:g}: of a batch of {recipe.batch_size} that leaves no labelled "
                 "or no unlabelled image; take a share nearer to 0.5 or a larger --batch-size"
             )
-    budget = Budget(total_steps=total, steps_per_epoch=per_epoch, pool=pool)
+    share = None if recipe.labelled_share is None else labelled_per_batch(recipe) / recipe.batch_size
+    budget = Budget(total_steps=total, steps_per_epoch=per_epoch, pool=pool, labelled_share=share)
     phases = tuple(recipe.method_value.phases(recipe.block, budget))
-    plan = Plan(total_steps=total, steps_per_epoch=per_epoch, pool=pool, phases=phases)
+    plan = Plan(total_steps=total, steps_per_epoch=per_epoch, pool=pool, labelled_share=share, phases=phases)
     if recipe.patience is not None:
         counted = plan.counted_evaluations(recipe)
         if counted <= recipe.patience + 1:

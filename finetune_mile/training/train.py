@@ -120,6 +120,7 @@ def make_loop(task: Task, model: Model, device: Device, folder: RunFolder, displ
     network.to(accelerator.device)
     teacher = None if model.teacher is None else model.teacher.to(accelerator.device)
     roles = Roles(network, task.plan.phases, teacher, keep_init=recipe.keep == "best")
+    follower = roles.teacher if recipe.traits.teacher == "average" else None
     seen = RunView(
         roles=roles, num_classes=task.num_classes, given=images.given, environment=images.environment,
         held_out=lambda teacher: on_training_images(task, device, teacher, task.pools.calibration),
@@ -143,7 +144,8 @@ def make_loop(task: Task, model: Model, device: Device, folder: RunFolder, displ
     )  # fmt: skip
     return Loop(
         accelerator=accelerator, network=wrapped, roles=roles, optimizer=optimizer, state=state, objective=objective,
-        average=None if settings.ema is None else Average(network, settings.ema), feed=partial(feed, task, device),
+        average=None if settings.ema is None else Average(network, settings.ema, follower),
+        feed=partial(feed, task, device),
         rate=task.rate, accumulate=int(recipe.accumulate), clip=settings.clip,
         reset_optimizer=recipe.traits.optimizer_state == "reset",
         frozen_norm=recipe.batch_norm == "frozen" and recipe.trunk != "frozen",  # a head's norm is not the checkpoint's

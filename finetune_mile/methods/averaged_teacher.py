@@ -1,0 +1,166 @@
+"""Averaged teacher: learn from images without labels, with a running average of the learner as the teacher.
+
+Every step has labelled and unlabelled images. The teacher sees a weak view of the unlabelled ones. A class whose
+probability is at least `confidence` is their label; images without one do not count. The learner is trained on the
+strong view of these images, and on the weak view of the labelled ones with their given labels.
+
+The parts: an averaged teacher after fine-tuning (Semi-ViT, Cai et al. 2022); labels by confidence, weak and strong
+views (FixMatch, Sohn et al. 2020); alignment with the label frequencies (ReMixMatch, Berthelot et al. 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from finetune_mile.core.types import Section
+from finetune_mile.learning.phases import Budget, Loss, MethodState, Phase, RunView, StepView
+from finetune_mile.methods import Activation, HeadBias, Method, Traits
+from finetune_mile.methods.pseudo_labels import Rho
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOMENTUM = 0.9  # of the running mean of the teacher's probabilities
+
+
+class Block(Section):
+    """One long imitation of the learner's own average, beside the given labels."""
+
+    loss: Loss = Field(description="cross_entropy: one label per image; bce: also several")
+    confidence: Rho = Field(description="least probability of the teacher's best class; other images do not count")
+    align: bool = Field(description="shift the teacher's outputs until their mean is that of the given labels")
+    weight: float = Field(gt=0, description="of the loss on unlabelled images beside that on labelled ones")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confident:
+    """The teacher's labels where it is confident, and the weight of an image of each kind."""
+
+    confidence: float
+    align: bool
+    labelled_weight: float
+    unlabelled_weight: float
+
+    def labels(self, teacher_logits: Tensor, loss: Loss) -> Tensor:
+        """Labels (B, C): the best class, or with BCE every class, of that confidence; a row of zeros does not count."""
+        logits = teacher_logits.float()
+        if loss == "bce":
+            return (logits.sigmoid() >= self.confidence).float()
+        best, which = logits.softmax(1).max(1, keepdim=True)
+        return logits.new_zeros(logits.shape).scatter(1, which, (best >= self.confidence).float())
+
+
+def phases(block: Block, budget: Budget) -> list[Phase]:
+    """One imitation over the complete budget."""
+    share = budget.labelled_share
+    assert share is not None, "`check` asks for it"
+    values = Confident(
+        confidence=block.confidence, align=block.align, labelled_weight=1 / share,
+        unlabelled_weight=block.weight / (1 - share),
+    )  # fmt: skip
+    return [
+        Phase(
+            name="imitation", generation=0, steps=budget.total_steps, start="init", becomes=("student",),
+            loss=block.loss, pool=budget.pool, given=False, given_weak=True, values=values,
+        )
+    ]  # fmt: skip
+
+
+def loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) -> Tensor:
+    """Mean loss of labelled images against their given labels, and `weight` times that of unlabelled ones.
+
+    Both means are over all images of their kind, those without a confident label included (they add zero), so that
+    the loss is a sum over images and does not depend on how a batch is divided.
+    """
+    import torch
+
+    from finetune_mile.learning.losses import LOSSES
+
+    values: Confident = phase.values
+    labelled = step.given.any(1)
+    goal = torch.where(labelled.unsqueeze(1), step.given, targets)
+    weights = torch.where(labelled, values.labelled_weight, values.unlabelled_weight * targets.any(1))
+    return (weights * LOSSES[phase.loss](logits, goal, step.class_weights)).mean()
+
+
+def untrained_loss(phase: Phase, num_classes: int, labels: float, head_bias: HeadBias) -> None:
+    """None: how many images count is not known before."""
+    del phase, num_classes, labels, head_bias
+
+
+class State(MethodState):
+    """The running mean of the teacher's probabilities, beside the frequencies of the given labels. C classes."""
+
+    def __init__(self, run: RunView) -> None:
+        """Begin with the mean at the frequencies, where alignment changes nothing."""
+        from finetune_mile.learning.losses import given_matrix
+
+        known = run.given[run.given >= 0] if run.given.ndim == 1 else run.given[run.given[:, 0] >= 0]
+        self.frequencies = given_matrix(known, run.num_classes).mean(0).clamp(min=1e-4)  # (C,)
+        self.mean = self.frequencies.clone()  # (C,)
+        self.seen = self.mean.new_zeros(run.num_classes + 1)  # sums of the step's probabilities, and of its images
+        self.step = -1
+        self.softmax = True
+
+    def adjusted(self, phase: Phase, teacher_logits: Tensor) -> Tensor:
+        """Logits (B, C) moved by log(frequency / mean): probabilities times that ratio, normalised."""
+        self.softmax = phase.loss == "cross_entropy"
+        if not phase.values.align:
+            return teacher_logits
+        return teacher_logits.float() + (self.frequencies / self.mean).log().to(teacher_logits.device)
+
+    def after_step(self, step: StepView, logits: Tensor) -> None:
+        """Add the part of a batch; the mean moves when the next step begins, so that all parts see the same one."""
+        del logits
+        assert step.teacher_logits is not None
+        import torch
+
+        if step.step != self.step:
+            self._fold()
+            self.step = step.step
+        unlabelled = step.teacher_logits[~step.given.any(1)].float()
+        probabilities = unlabelled.softmax(1) if self.softmax else unlabelled.sigmoid()
+        count = probabilities.new_tensor([len(unlabelled)])
+        self.seen += step.add_up(torch.cat([probabilities.sum(0), count])).cpu()
+
+    def _fold(self) -> None:
+        if self.seen[-1] > 0:
+            self.mean = MOMENTUM * self.mean + (1 - MOMENTUM) * self.seen[:-1] / self.seen[-1]
+        self.seen.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean, "seen": self.seen, "step": self.step}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        self.mean, self.seen, self.step = saved["mean"], saved["seen"], saved["step"]
+
+
+def check(block: Block, recipe: Any) -> list[str]:
+    """What does not go together."""
+    del block
+    return [
+        sentence
+        for wrong, sentence in (
+            (recipe.labelled_share is None, "method averaged-teacher needs labelled_share, for example 0.33"),
+            (recipe.optimizer.ema is None, "method averaged-teacher needs optimizer.ema, for example 0.99"),
+            (recipe.trunk == "frozen", "method averaged-teacher does not go with --trunk frozen: nothing would move"),
+        )
+        if wrong
+    ]
+
+
+def traits(block: Block) -> Traits:
+    """Outputs are read as the loss trains them."""
+    activation: Activation = "softmax" if block.loss == "cross_entropy" else "sigmoid"
+    return Traits(activation=activation, rho=block.confidence, teacher="average")
+
+
+METHOD = Method(
+    name="averaged-teacher", phases=phases, Block=Block, traits=traits, needs=frozenset({"teacher"}),
+    flags={"rho": "averaged_teacher.confidence"}, check=check, loss=loss, untrained_loss=untrained_loss,
+    State=State,
+)  # fmt: skip

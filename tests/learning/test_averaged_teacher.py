@@ -1,0 +1,132 @@
+"""Averaged teacher: its formulas against naive ones."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from finetune_mile.learning.phases import Budget
+from finetune_mile.learning.roles import Average, tensors_of
+from finetune_mile.methods.averaged_teacher import METHOD, MOMENTUM, Block, State
+
+C, SHARE = 4, 0.25
+GIVEN = torch.tensor([0, 1, 1, 3, -1, -1, 2, 1])
+
+
+def block(**settings):
+    return Block(**{"loss": "cross_entropy", "confidence": 0.6, "align": True, "weight": 0.5} | settings)
+
+
+def phase_of(settings):
+    (phase,) = METHOD.phases(settings, Budget(total_steps=7, steps_per_epoch=1, pool="all", labelled_share=SHARE))
+    return phase
+
+
+def new_state():
+    return State(SimpleNamespace(given=GIVEN, num_classes=C))
+
+
+def step_of(given, teacher=None, number=0):
+    return SimpleNamespace(given=given, teacher_logits=teacher, class_weights=None, step=number, add_up=lambda x: x)
+
+
+@pytest.fixture
+def batch():
+    """Two labelled and six unlabelled images: given labels, teacher's and learner's logits."""
+    torch.manual_seed(0)
+    given = torch.zeros(8, C)
+    given[0, 1] = given[4, 3] = 1
+    return given, 3 * torch.randn(8, C), torch.randn(8, C, requires_grad=True)
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "bce"])
+def test_the_loss_is_that_of_a_loop_over_images(batch, kind):
+    given, teacher, logits = batch
+    phase = phase_of(block(loss=kind))
+    targets = METHOD.targets(phase, teacher)
+    labelled, unlabelled, counted = [], [], 0
+    for row in range(8):
+        if given[row].any():
+            goal = given[row]
+        else:
+            sure = teacher[row].softmax(0) if kind == "cross_entropy" else teacher[row].sigmoid()
+            goal = (sure >= 0.6).float()
+            counted += bool(goal.any())
+        if kind == "cross_entropy":
+            value = -(goal * logits[row].log_softmax(0)).sum()
+        else:
+            value = F.binary_cross_entropy_with_logits(logits[row], goal, reduction="sum") * goal.any()
+        (labelled if given[row].any() else unlabelled).append(value)
+    assert 0 < counted < 6, "some images count, some do not"
+    expected = sum(labelled) / 2 + 0.5 * sum(unlabelled) / 6
+    found = METHOD.loss(phase, logits, targets, step_of(given))
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    found.backward()
+    ignored = ~given.any(1) & ~targets.any(1)
+    assert (logits.grad[ignored] == 0).all(), "an image without a confident label is not trained on"
+    assert (logits.grad[~ignored] != 0).any(1).all()
+
+
+def test_parts_of_a_batch_add_up_to_its_loss(batch):
+    given, teacher, logits = batch
+    phase = phase_of(block())
+    targets = METHOD.targets(phase, teacher)
+    complete = METHOD.loss(phase, logits, targets, step_of(given))
+    parts = [METHOD.loss(phase, logits[p], targets[p], step_of(given[p])) for p in (slice(0, 4), slice(4, 8))]
+    assert float(sum(parts) / 2) == pytest.approx(float(complete), rel=1e-6)
+
+
+def test_the_best_class_counts_and_with_bce_every_confident_one():
+    logits = torch.tensor([[2.0, 1.9, -9, -9], [9.0, -9, -9, -9]])
+    assert METHOD.targets(phase_of(block(confidence=0.4)), logits).tolist() == [[1, 0, 0, 0], [1, 0, 0, 0]]
+    assert METHOD.targets(phase_of(block()), logits).tolist() == [[0, 0, 0, 0], [1, 0, 0, 0]]
+    assert METHOD.targets(phase_of(block(loss="bce")), logits).tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
+
+
+def test_alignment_is_the_ratio_of_frequencies_and_running_mean(batch):
+    given, teacher, _ = batch
+    phase, state = phase_of(block()), new_state()
+    frequencies = torch.tensor([1, 3, 1, 1]) / 6
+    assert torch.allclose(state.adjusted(phase, teacher), teacher), "nothing is known of the teacher yet"
+    mean = frequencies
+    for number in range(3):
+        state.after_step(step_of(given, teacher + number, number), teacher)
+        state.adjusted(phase, teacher)
+    for number in range(2):  # the third step is in the mean when the fourth begins
+        mean = MOMENTUM * mean + (1 - MOMENTUM) * (teacher + number)[~given.any(1)].softmax(1).mean(0)
+    expected = teacher.softmax(1) * frequencies / mean
+    found = state.adjusted(phase, teacher).softmax(1)
+    assert torch.allclose(found, expected / expected.sum(1, keepdim=True), atol=1e-6)
+    assert not torch.allclose(found, teacher.softmax(1), atol=1e-3)
+    assert torch.equal(state.adjusted(phase_of(block(align=False)), teacher), teacher)
+
+
+def test_the_mean_does_not_depend_on_parts_and_survives_a_restart(batch):
+    given, teacher, _ = batch
+    phase = phase_of(block())
+    complete, parted = new_state(), new_state()
+    for number in range(3):
+        complete.after_step(step_of(given, teacher * number, number), teacher)
+        for part in (slice(0, 3), slice(3, 8)):
+            parted.after_step(step_of(given[part], (teacher * number)[part], number), teacher)
+            again = new_state()
+            again.load_state_dict(parted.state_dict())
+            parted = again
+        assert torch.allclose(complete.adjusted(phase, teacher), parted.adjusted(phase, teacher), atol=1e-6)
+
+
+def test_the_teacher_is_the_average_of_the_learner():
+    learner, teacher = nn.Linear(2, 1), nn.Linear(2, 1)
+    average = Average(learner, 0.9, teacher)
+    average.restart()
+    start = learner.weight.detach().clone()
+    expected = start.clone()
+    for number in range(1, 4):
+        with torch.no_grad():
+            learner.weight.copy_(start + number)
+        average.update()
+        expected = 0.9 * expected + 0.1 * learner.weight.detach()
+    assert torch.allclose(teacher.weight, expected)
+    assert torch.equal(tensors_of(average.network())["weight"], teacher.weight)
