@@ -16,7 +16,7 @@ GIVEN = torch.tensor([0, 1, 1, 3, -1, -1, 2, 1])
 
 
 def block(**settings):
-    return Block(**{"loss": "cross_entropy", "confidence": 0.5, "align": True, "weight": 0.5} | settings)
+    return Block(**{"loss": "cross_entropy", "confidence": 0.6, "align": True, "weight": 0.5} | settings)
 
 
 def phase_of(settings):
@@ -38,7 +38,9 @@ def batch():
     torch.manual_seed(0)
     given = torch.zeros(8, C)
     given[0, 1] = given[4, 3] = 1
-    return given, torch.randn(8, C) - 0.5, torch.randn(8, C, requires_grad=True)
+    teacher = torch.randn(8, C) - 2.0  # sure of nothing
+    teacher[[1, 2, 4], [0, 3, 2]] = 4.0  # but of these
+    return given, teacher, torch.randn(8, C, requires_grad=True)
 
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "bce"])
@@ -52,14 +54,14 @@ def test_the_loss_is_that_of_a_loop_over_images(batch, kind):
             goal = given[row]
         else:
             sure = teacher[row].softmax(0) if kind == "cross_entropy" else teacher[row].sigmoid()
-            goal = (sure >= 0.5).float()
+            goal = (sure >= 0.6).float()
             counted += bool(goal.any())
         if kind == "cross_entropy":
             value = -(goal * logits[row].log_softmax(0)).sum()
         else:
             value = F.binary_cross_entropy_with_logits(logits[row], goal, reduction="sum") * goal.any()
         (labelled if given[row].any() else unlabelled).append(value)
-    assert 0 < counted < 6, "some images count, some do not"
+    assert 0 < counted < 6, f"{counted} of 6: some images must count, some not"
     expected = sum(labelled) / 2 + 0.5 * sum(unlabelled) / 6
     found = METHOD.loss(phase, logits, targets, step_of(given))
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
