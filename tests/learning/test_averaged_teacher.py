@@ -64,7 +64,7 @@ def test_the_loss_is_that_of_a_loop_over_images(batch, kind):
     assert 0 < counted < 6, f"{counted} of 6: some images must count, some not"
     expected = sum(labelled) / 2 + 0.5 * sum(unlabelled) / 6
     found = METHOD.loss(phase, logits, targets, step_of(given))
-    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     found.backward()
     ignored = ~given.any(1) & ~targets.any(1)
     assert (logits.grad[ignored] == 0).all(), "an image without a confident label is not trained on"
@@ -77,7 +77,7 @@ def test_parts_of_a_batch_add_up_to_its_loss(batch):
     targets = METHOD.targets(phase, teacher)
     complete = METHOD.loss(phase, logits, targets, step_of(given))
     parts = [METHOD.loss(phase, logits[p], targets[p], step_of(given[p])) for p in (slice(0, 4), slice(4, 8))]
-    assert float(sum(parts) / 2) == pytest.approx(float(complete), rel=1e-6)
+    assert (sum(parts) / 2).item() == pytest.approx(complete.item(), rel=1e-6)
 
 
 def test_the_best_class_counts_and_with_bce_every_confident_one():
