@@ -189,7 +189,7 @@ class LabelObjective:
         phase, accelerator, images = record.phase, loop.accelerator, self.prepare(batch.images)
         given = given_matrix(batch.labels.to(images.device, non_blocking=True), self.num_classes)
         weak = None if batch.weak is None else self.prepare(batch.weak)
-        targets, teacher_logits = self._targets(loop, phase, images if weak is None else weak, given, batch)
+        targets, teacher_logits = self._targets(loop, record, images if weak is None else weak, given, batch)
         if phase.given_weak and weak is not None:
             images = torch.where(given.any(1)[:, None, None, None], weak, images)
         if phase.name == "imitation":
@@ -210,9 +210,10 @@ class LabelObjective:
         record.images += len(batch.samples)
 
     def _targets(
-        self, loop: Loop, phase: Phase, seen: Tensor, given: Tensor, batch: Batch
+        self, loop: Loop, record: StepRecord, seen: Tensor, given: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor | None]:
         """The target matrix (B, C), and the teacher's logits for what it has `seen` if they were computed for it."""
+        phase = record.phase
         if phase.given:
             if bool((batch.labels < 0).any()):  # on the CPU, where labels come from: no wait for the device
                 raise Problem("an unlabelled image was drawn in an interaction; this is a bug in the pools")
@@ -224,7 +225,7 @@ class LabelObjective:
             assert loop.roles.teacher is not None
             with torch.no_grad(), loop.accelerator.autocast():
                 teacher_logits = loop.roles.teacher(seen)
-            targets = self.targets(phase, loop.state.adjusted(phase, teacher_logits))
+            targets = self.targets(phase, loop.state.adjusted(phase, teacher_logits, record.step))
         return torch.maximum(targets, given) if phase.union else targets, teacher_logits
 
     def _softened(

@@ -148,9 +148,9 @@ class MethodState:
     def entered(self, phase: Phase) -> None:
         """Called when the learner has the weights that a phase starts from."""
 
-    def adjusted(self, phase: Phase, teacher_logits: Tensor) -> Tensor:
-        """The teacher's logits (B, C) as labels are made from them."""
-        del phase
+    def adjusted(self, phase: Phase, teacher_logits: Tensor, step: int) -> Tensor:
+        """The teacher's logits (B, C) as labels are made from them; `step` steps are done."""
+        del phase, step
         return teacher_logits
 
     def after_step(self, step: StepView, logits: Tensor) -> None:

@@ -30,10 +30,10 @@ MOMENTUM = 0.9  # of the running mean of the teacher's probabilities
 class Block(Section):
     """One long imitation of the learner's own average, beside the given labels."""
 
-    loss: Loss = Field(description="cross_entropy: one label per image; bce: also several")
-    confidence: Rho = Field(description="least probability of the teacher's best class; other images do not count")
-    align: bool = Field(description="shift the teacher's outputs until their mean is that of the given labels")
-    weight: float = Field(gt=0, description="of the loss on unlabelled images beside that on labelled ones")
+    loss: Loss = Field(default="bce", description="bce: also several labels per image; cross_entropy: one")
+    confidence: Rho = Field(default=0.5, description="least probability of a label; images without one do not count")
+    align: bool = Field(default=True, description="move the teacher's outputs until their mean is that of the labels")
+    weight: float = Field(default=1.0, gt=0, description="of the loss on unlabelled images, beside that on labelled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,50 +93,55 @@ def untrained_loss(phase: Phase, num_classes: int, labels: float, head_bias: Hea
 
 
 class State(MethodState):
-    """The running mean of the teacher's probabilities, beside the frequencies of the given labels. C classes."""
+    """The running mean of the teacher's probabilities, beside the frequencies of the given labels. C classes.
+
+    It stays on the device, and nothing here waits for it.
+    """
 
     def __init__(self, run: RunView) -> None:
         """Begin with the mean at the frequencies, where alignment changes nothing."""
         from finetune_mile.learning.losses import given_matrix
 
         known = run.given[run.given >= 0] if run.given.ndim == 1 else run.given[run.given[:, 0] >= 0]
-        self.frequencies = given_matrix(known, run.num_classes).mean(0).clamp(min=1e-4)  # (C,)
+        frequencies = given_matrix(known, run.num_classes).mean(0).clamp(min=1e-4)
+        self.frequencies = frequencies.to(next(run.roles.learner.parameters()).device)  # (C,)
         self.mean = self.frequencies.clone()  # (C,)
-        self.seen = self.mean.new_zeros(run.num_classes + 1)  # sums of the step's probabilities, and of its images
-        self.step = -1
-        self.softmax = True
+        self.sums = self.mean.new_zeros(run.num_classes + 1)  # of the step's probabilities, and of its images
+        self.step, self.softmax = -1, True
 
-    def adjusted(self, phase: Phase, teacher_logits: Tensor) -> Tensor:
-        """Logits (B, C) moved by log(frequency / mean): probabilities times that ratio, normalised."""
-        self.softmax = phase.loss == "cross_entropy"
-        if not phase.values.align:
-            return teacher_logits
-        return teacher_logits.float() + (self.frequencies / self.mean).log().to(teacher_logits.device)
+    def adjusted(self, phase: Phase, teacher_logits: Tensor, step: int) -> Tensor:
+        """Logits (B, C) moved by log(frequency / mean): probabilities times that ratio, normalised.
 
-    def after_step(self, step: StepView, logits: Tensor) -> None:
-        """Add the part of a batch; the mean moves when the next step begins, so that all parts see the same one."""
-        del logits
-        assert step.teacher_logits is not None
+        The mean moves when a step begins, so that all parts of its batch see the same one.
+        """
         import torch
 
-        if step.step != self.step:
-            self._fold()
-            self.step = step.step
-        unlabelled = step.teacher_logits[~step.given.any(1)].float()
-        probabilities = unlabelled.softmax(1) if self.softmax else unlabelled.sigmoid()
-        count = probabilities.new_tensor([len(unlabelled)])
-        self.seen += step.add_up(torch.cat([probabilities.sum(0), count])).cpu()
+        self.softmax = phase.loss == "cross_entropy"
+        if step != self.step:
+            moved = MOMENTUM * self.mean + (1 - MOMENTUM) * self.sums[:-1] / self.sums[-1].clamp(min=1)
+            self.mean = torch.where(self.sums[-1] > 0, moved, self.mean)
+            self.sums, self.step = torch.zeros_like(self.sums), step
+        if not phase.values.align:
+            return teacher_logits
+        return teacher_logits.float() + (self.frequencies / self.mean).log()
 
-    def _fold(self) -> None:
-        if self.seen[-1] > 0:
-            self.mean = MOMENTUM * self.mean + (1 - MOMENTUM) * self.seen[:-1] / self.seen[-1]
-        self.seen.zero_()
+    def after_step(self, step: StepView, logits: Tensor) -> None:
+        """Add the unlabelled images of a part of a batch."""
+        import torch
+
+        del logits
+        assert step.teacher_logits is not None
+        teacher = step.teacher_logits.float()
+        probabilities = teacher.softmax(1) if self.softmax else teacher.sigmoid()
+        unlabelled = (~step.given.any(1)).float()
+        self.sums = self.sums + step.add_up(torch.cat([unlabelled @ probabilities, unlabelled.sum().unsqueeze(0)]))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"mean": self.mean, "seen": self.seen, "step": self.step}
+        return {"mean": self.mean, "sums": self.sums, "step": self.step}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        self.mean, self.seen, self.step = saved["mean"], saved["seen"], saved["step"]
+        self.mean, self.sums = (saved[name].to(self.mean.device) for name in ("mean", "sums"))
+        self.step = saved["step"]
 
 
 def check(block: Block, recipe: Any) -> list[str]:

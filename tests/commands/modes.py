@@ -60,7 +60,9 @@ MODES = {
     "frozen": [*MILE, "--trunk", "frozen", "--set", "feature_dtype=float32"],
 }
 
+AVERAGED = ["averaged-teacher", *TENTH, "all", *SHARE, "--set", "optimizer.ema=0.9", "--set", "views=weak-strong"]
 MODES |= {
+    "averaged-teacher": [*OTHER, *AVERAGED],
     "wan": [*OTHER, "wan"],
     "large-loss": [*OTHER, "large-loss", "--set", "large_loss.share=0.2"],
     "role": [*OTHER, "role"],

@@ -30,7 +30,13 @@ TINY = [
 KINDS = ("one", "several", "one-partly", "several-partly")
 MOST = ("one", "several", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[2:]))
 OFTEN = ("auto", "irm", "mile", "sigmoid", "softmax")  # the others are slow tests
-METHOD_FLAGS = {"auto": ["--set", "mile.k_t=50 %", "--set", "mile.k_s=50 %"]}
+METHOD_FLAGS = {
+    "auto": ["--set", "mile.k_t=50 %", "--set", "mile.k_s=50 %"],
+    "averaged-teacher": [
+        *("--fraction", "0.5", "--semi", "all", "--set", "labelled_share=0.5", "--set", "optimizer.ema=0.9"),
+        *("--set", "views=weak-strong"),
+    ],
+}
 
 
 def write(folder, kind, count=60):

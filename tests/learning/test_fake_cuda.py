@@ -25,6 +25,10 @@ KNOWN = {
 MORE = {
     "mile": ["--set", "mile.pseudo_labels=cycle", "--semi", "all", "--fraction", "0.5"],
     "auto": ["--set", "auto.gate=off"],
+    "averaged-teacher": [
+        *("--fraction", "0.5", "--semi", "all", "--set", "labelled_share=0.5", "--set", "optimizer.ema=0.9"),
+        *("--set", "views=weak-strong"),
+    ],
     "noisy-student": ["--set", "views=weak-strong", "--set", "optimizer.ema=0.9"],
     "self-distill": ["--set", "augment.mixup=0.4", "--set", "augment.cutmix=1", "--set", "accumulate=2"],
     "sigmoid": ["--set", "class_weights=balanced", "--set", "optimizer.clip=1"],

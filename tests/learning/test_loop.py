@@ -75,8 +75,14 @@ def test_both_variants_equal_a_naive_loop(run_demo):
             [*SHORT, "--method", "noisy-student", "--set", "noisy_student.pseudo_labels=cycle", "--semi", "all",
              "--fraction", "0.1", "--set", "accumulate=2", *AUGMENTED], marks=pytest.mark.slow,
         ),
+        pytest.param(
+            [*SHORT, "--method", "averaged-teacher", "--semi", "all", "--fraction", "0.1",
+             "--set", "labelled_share=0.5", "--set", "optimizer.ema=0.9", "--set", "views=weak-strong",
+             "--set", "accumulate=2"],
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["paper", "published", "noisy-student"],
+    ids=["paper", "published", "noisy-student", "averaged-teacher"],
 )  # fmt: skip
 def test_a_stop_after_any_step_changes_nothing(run_demo, tmp_path, stop_at, flags):
     whole = run_demo("whole", *flags)

@@ -43,7 +43,8 @@ def draw_settings(method, draw):
 @given(data=st.data())
 def test_every_schedule_fills_its_budget_and_resumes_anywhere(name, data):
     total, method = data.draw(st.integers(30, 120)), get_method(name)
-    run = method.phases(draw_settings(method, data.draw), Budget(total_steps=total, steps_per_epoch=10.0, pool="all"))
+    budget = Budget(total_steps=total, steps_per_epoch=10.0, pool="all", labelled_share=0.5)
+    run = method.phases(draw_settings(method, data.draw), budget)
     assert sum(p.steps for p in run) == total
     assert all(p.steps >= 1 for p in run)
     assert "student" in run[-1].becomes
