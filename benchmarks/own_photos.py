@@ -35,14 +35,13 @@ MEANS = ("accuracy", "probe", "share", "moved", "imitation", "labels")  # column
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31}
 
 
-def run_cell(out: Path, flags: list[str], threads: int) -> dict[str, Any]:
-    """Run or continue one cell; the facts of the finished run."""
+def run_cell(out: Path, flags: list[str], threads: int) -> None:
+    """Run or continue one cell, unless it is finished."""
     if not (out / "results.json").is_file():
         words = ["--resume", str(out)] if (out / "recipe.yaml").is_file() else [*flags, "--out", str(out)]
         environment = os.environ | {"FINETUNE_MILE_THREADS": str(threads)}
         print(time.strftime("%H:%M:%S"), out.name, flush=True)
         subprocess.run([sys.executable, str(ROOT / "finetune_mile/run.py"), *words], check=True, env=environment)
-    return facts(out)
 
 
 def facts(run: Path) -> dict[str, Any]:
@@ -199,7 +198,8 @@ def main() -> None:
             "evaluate.labels=false",
         ]
         out = options.runs / cell
-        line = json.dumps({"cell": cell, **run_cell(out, flags, options.threads)})
+        run_cell(out, flags, options.threads)
+        line = json.dumps({"cell": cell, **facts(out)})
         with options.record.open("a") as file:
             file.write(line + "\n")
         if options.tidy:

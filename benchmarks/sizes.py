@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from own_photos import ROOT, pair, recorded, run_cell
+from own_photos import ROOT, facts, pair, recorded, run_cell
 
 from finetune_mile.measures.intervals import wilson
 
@@ -69,7 +69,8 @@ def main() -> None:
             flags = ["--init", options.init, "--data", data, "--fraction", options.fraction, "--seed", str(seed)]
             flags += ["--size", str(size), "--set", f"trunk={trunk}", "--set", "evaluate.labels=false"]
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            found = run_cell(Path(place) / cell, flags, options.threads)
+            run_cell(Path(place) / cell, flags, options.threads)
+            found = facts(Path(place) / cell)
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
             shutil.rmtree(Path(place) / cell)

@@ -37,8 +37,8 @@ from finetune_mile.training.memory import Need, advise, copies, fixed_bytes, kep
 from finetune_mile.training.monitor import PROBE_IMAGES
 from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, trial_steps, unintended
 from finetune_mile.training.processes import Device, Signals, computing
+from finetune_mile.training.steps import make_loop
 from finetune_mile.training.task import Model, Task, set_up
-from finetune_mile.training.train import make_loop
 
 # Scheme of --data: training images, validation images, classes.
 PUBLISHED = {"imagenet": (1_281_167, 50_000, 1000), "webvision": (2_439_574, 50_000, 1000)}

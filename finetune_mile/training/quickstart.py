@@ -46,8 +46,8 @@ from finetune_mile.training.folder import RunFolder
 from finetune_mile.training.minutes import Clock, InTime, say_choice
 from finetune_mile.training.processes import Device, Signals
 from finetune_mile.training.start import start_head
+from finetune_mile.training.steps import train_phases
 from finetune_mile.training.task import Model, Task, set_up
-from finetune_mile.training.train import train_phases
 
 SEEDS = 5
 # Each method with settings of its own; auto needs imitations that are not short (docs/auto.md).

@@ -1,39 +1,22 @@
-"""A run from its folder to its results: features, trial, phases, finish, refit.
-
-Its phases are trained by: first classifier, network, method, optimiser, resume, loop.
-"""
+"""A run from its folder to its results: features, trial, phases, finish, refit."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from functools import partial
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from finetune_mile.config.resolve import to_yaml
-from finetune_mile.config.schema import Recipe
 from finetune_mile.core.problems import Problem
-from finetune_mile.images.splits import balanced_weights
-from finetune_mile.learning.loop import LabelObjective, Loop
-from finetune_mile.learning.optim import make_optimizer, parameter_groups, relative_groups
-from finetune_mile.learning.phases import RunView
-from finetune_mile.learning.probe import threads_for
-from finetune_mile.learning.roles import Average, Roles
-from finetune_mile.measures.guards import LossAlarm, lower_rates
 from finetune_mile.measures.metrics import Measured
-from finetune_mile.training import resume as checkpoints
-from finetune_mile.training.display import Display
 from finetune_mile.training.features import on_features
 from finetune_mile.training.finish import finish
 from finetune_mile.training.folder import REFIT, RunFolder, open_on_main, requested_settings
-from finetune_mile.training.labelling import pool_labeller
-from finetune_mile.training.monitor import Enough, LabelMonitor, recorded
+from finetune_mile.training.monitor import recorded
 from finetune_mile.training.processes import Device, computing, warn_of_spread, weight_spread
-from finetune_mile.training.start import compare_sizes, start_classifier
-from finetune_mile.training.task import Model, Task, feed, on_training_images
+from finetune_mile.training.start import compare_sizes
+from finetune_mile.training.steps import train_phases
+from finetune_mile.training.task import Model, Task
 from finetune_mile.training.trial import learner_of, refit, share_by_trial
 
 
@@ -62,121 +45,21 @@ def train(task: Task, model: Model, device: Device, folder: RunFolder) -> tuple[
     with switches, recorded(device, folder, keep_checkpoints=bool(info.get("keep_checkpoints"))) as ending:
         first = model.copied() if info.get(REFIT) else None
         if "share" not in info or not (folder.path / "results.json").is_file():  # else only the refit is left
-            shown, place = on_features(task, model, device)  # the task and device of features, with a frozen trunk
+            step_task, step_device = on_features(task, model, device)  # of features, with a frozen trunk
             compare_sizes(task, model, device, folder)
             try:
-                share = share_by_trial(shown, model, place, folder, train_phases)  # may train first: the trial
-                loop, monitor = train_phases(shown, model, place, folder)
+                share = share_by_trial(step_task, model, step_device, folder)  # may train first: the trial
+                loop, monitor = train_phases(step_task, model, step_device, folder)
             except RuntimeError as error:  # torch.OutOfMemoryError is one
                 from finetune_mile.training.memory import advise
 
                 advise(task, model, device.accelerator, error)
                 raise
             learner, spread = learner_of(loop, share), weight_spread(model.learner)
-            measured = finish(shown, model, place, learner, folder, monitor.chosen, share)
+            measured = finish(step_task, model, step_device, learner, folder, monitor.chosen, share)
             if device.accelerator.is_main_process:
                 speed = round(monitor.images_seen / monitor.busy_seconds, 1) if monitor.busy_seconds else None
                 folder.update(images_per_second=speed, share=share, **warn_of_spread(spread))
         if first is not None:
-            refit(task, first, device, folder, train_phases)
+            refit(task, first, device, folder)
     return ending.code, measured
-
-
-def train_phases(
-    task: Task, model: Model, device: Device, folder: RunFolder, *, visible: bool = True, after: int = 0
-) -> tuple[Loop, LabelMonitor]:
-    """Train the phases that are left; `after` so many steps of another run follow."""
-    recipe, accelerator, plan = task.recipe, device.accelerator, task.plan
-    start_classifier(task, model, device, folder)
-    with Display(plan.total_steps, visible=visible and accelerator.is_main_process, after=after) as display:
-        loop = make_loop(task, model, device, folder, display)
-        if recipe.track != "none":
-            accelerator.init_trackers(folder.path.name, config={"recipe": to_yaml(recipe)})
-        step, extra = checkpoints.restore(loop, folder, recipe.seed)
-        display.begin(step)
-        watch = alarm(task)
-        monitor = LabelMonitor(
-            loop=loop, plan=plan, folder=folder, display=display, signals=device.signals, log_every=recipe.log_every,
-            checkpoint_every=recipe.checkpoint_every, advice=watch.advice, task=task, device=device, alarm=watch,
-        )  # fmt: skip
-        last = plan.total_steps
-        try:
-            if extra is not None:
-                monitor.resume(step, extra)
-            with threads_for(device.step_work):
-                loop.train(plan.phases, step, monitor)
-        except Enough as enough:
-            (last,) = enough.args
-        monitor.take_best(last)
-    return loop, monitor
-
-
-def make_loop(task: Task, model: Model, device: Device, folder: RunFolder, display: Display) -> Loop:
-    """The network with its optimiser, roles and method, on the device."""
-    recipe, accelerator, settings, images = task.recipe, device.accelerator, task.recipe.optimizer, task.pools.images
-    network, method = model.learner, recipe.method_value
-    if recipe.sync_batch_norm and accelerator.num_processes > 1:
-        network = nn.SyncBatchNorm.convert_sync_batchnorm(network)
-    network.to(accelerator.device)
-    teacher = None if model.teacher is None else model.teacher.to(accelerator.device)
-    roles = Roles(network, task.plan.phases, teacher, keep_init=recipe.keep == "best")
-    follower = roles.teacher if recipe.traits.teacher == "average" else None
-    seen = RunView(
-        roles=roles, num_classes=task.num_classes, given=images.given, environment=images.environment,
-        held_out=lambda teacher: on_training_images(task, device, teacher, task.pools.calibration),
-    )  # fmt: skip
-    state = method.State(seen)
-    bare = optimizer_of(recipe, network)
-    if recipe.compile:  # in place: names and copies are those of the bare networks
-        for learned in (network, *([] if roles.teacher is None else [roles.teacher])):
-            learned.compile()
-    wrapped, optimizer = accelerator.prepare(network, bare)
-    weights = None
-    if recipe.class_weights == "balanced":
-        weights = balanced_weights(images.given, task.num_classes).to(accelerator.device)
-    objective = LabelObjective(
-        targets=method.targets, loss=method.loss,
-        num_classes=task.num_classes, total_steps=task.plan.total_steps, class_weights=weights,
-        prepare=partial(device.prepare, preprocess=task.preprocess),
-        label_pool=pool_labeller(task, device, roles, folder.path, display.labels)
-        if recipe.labels_once_per_cycle else None,
-        label_smoothing=recipe.label_smoothing, mixing=task.mixing,
-    )  # fmt: skip
-    return Loop(
-        accelerator=accelerator, network=wrapped, roles=roles, optimizer=optimizer, state=state, objective=objective,
-        average=None if settings.ema is None else Average(network, settings.ema, follower),
-        feed=partial(feed, task, device),
-        rate=task.rate, accumulate=int(recipe.accumulate), clip=settings.clip,
-        reset_optimizer=recipe.traits.optimizer_state == "reset",
-        frozen_norm=recipe.batch_norm == "frozen" and recipe.trunk != "frozen",  # a head's norm is not the checkpoint's
-    )  # fmt: skip
-
-
-def optimizer_of(recipe: Recipe, network: nn.Module) -> torch.optim.Optimizer:
-    """The optimiser of a network."""
-    settings = recipe.optimizer
-    lr = float(settings.lr)  # `set_up` has chosen it where it is auto
-    if settings.name == "relative":
-        groups = relative_groups(network, lr=lr, weight_decay=settings.weight_decay)
-    else:
-        groups = parameter_groups(
-            network, lr=lr, head_lr=settings.head_lr, weight_decay=settings.weight_decay,
-            layer_decay=settings.layer_decay,
-        )  # fmt: skip
-    return make_optimizer(
-        settings.name, groups, momentum=settings.momentum, nesterov=settings.nesterov,
-        fused=recipe.fused_optimizer is True,
-    )  # fmt: skip
-
-
-def alarm(task: Task) -> LossAlarm:
-    """What watches the training loss."""
-    given, recipe = task.pools.images.given, task.recipe
-    labels = 1.0
-    if given.ndim == 2:
-        counts = (given > 0).sum(1).double()
-        labels = float(counts[given[:, 0] >= 0].mean())
-    return LossAlarm(
-        untrained_loss=recipe.method_value.untrained_loss, num_classes=task.num_classes, given_labels=labels,
-        head_bias=recipe.head_bias, advice=lower_rates(float(recipe.optimizer.lr), recipe.optimizer.head_lr),
-    )  # fmt: skip

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
@@ -22,16 +22,15 @@ from finetune_mile.measures.intervals import clearly_above
 from finetune_mile.pages.card import model_card
 from finetune_mile.training.features import on_features
 from finetune_mile.training.folder import REFIT, TRIAL, RunFolder
-from finetune_mile.training.monitor import LabelMonitor
 from finetune_mile.training.plan import HELD_OUT, MOST_LABELS, has_trial, make_plan, trial_steps
 from finetune_mile.training.processes import Device
+from finetune_mile.training.steps import train_phases
 from finetune_mile.training.task import Model, Task, on_training_images
 
 SHARES = (1.0, 0.5)  # in the order of preference
-TrainPhases = Callable[..., tuple[Loop, LabelMonitor]]  # `train.train_phases`
 
 
-def share_by_trial(task: Task, model: Model, device: Device, folder: RunFolder, train_phases: TrainPhases) -> float:
+def share_by_trial(task: Task, model: Model, device: Device, folder: RunFolder) -> float:
     """How far the weights of a run go from the first ones (0) to the last ones (1).
 
     All the way for `keep: last`, and with very many labels. Otherwise a trial decides: a run that holds a fifth of the
@@ -88,7 +87,7 @@ def held_out_losses(trial: Task, device: Device, network: nn.Module) -> Tensor:
     return -shares.gather(1, given.unsqueeze(1)).squeeze(1).clamp(min=1e-30).log()
 
 
-def refit(task: Task, model: Model, device: Device, folder: RunFolder, train_phases: TrainPhases) -> None:
+def refit(task: Task, model: Model, device: Device, folder: RunFolder) -> None:
     """`--refit`, the last step of a run: train on all labels, those of the validation images included, and export that.
 
     The scores stay those of the run before: no image is left that could test the new weights. Passes over the labelled
@@ -99,7 +98,6 @@ def refit(task: Task, model: Model, device: Device, folder: RunFolder, train_pha
         model: as before the first step.
         device: where to compute.
         folder: of the run.
-        train_phases: of `train.py`.
     """
     main = device.accelerator.is_main_process
     device.accelerator.wait_for_everyone()  # the first process has written the results that all read
@@ -111,12 +109,12 @@ def refit(task: Task, model: Model, device: Device, folder: RunFolder, train_pha
     steps = results.get("chosen_step", task.plan.total_steps) * labels / before
     again = with_labels(task, pools, max(round(steps), 1))
     again = dataclasses.replace(again, data=dataclasses.replace(task.data, train=pools.images))
-    shown, place = on_features(again, model, device, scored=False)
+    step_task, step_device = on_features(again, model, device, scored=False)
     split = pools.to_json(task.recipe.fraction, task.recipe.seed) | {"val_ids": list(task.data.val.ids)}
     inside = open_inside(again, device, folder, REFIT, {"split.json": split})
     if main:
         sys.stderr.write(f"refit   {again.plan.total_steps:,} steps with {labels:,} labels\n")
-    loop, _ = train_phases(shown, model, place, inside)
+    loop, _ = train_phases(step_task, model, step_device, inside)
     learner = learner_of(loop, float(folder.info["share"]) if main else 1.0)
     if not main:
         return

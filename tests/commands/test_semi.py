@@ -35,7 +35,7 @@ def settings(*pairs):
 @pytest.fixture
 def seen(monkeypatch):
     """The given labels of every batch that is drawn, by pool, and how many images were labelled in blocks."""
-    from finetune_mile.training import train as training
+    from finetune_mile.training import steps as training
 
     found = {"labels": [], "blocks": []}
     feed, label_block = training.feed, labelling._label_block

@@ -14,7 +14,7 @@ from finetune_mile.core.types import Preprocess
 from finetune_mile.images.pipeline import Augmentation, Views, batches
 from finetune_mile.images.sources import load_data, load_unlabelled
 from finetune_mile.run import main
-from finetune_mile.training import train as training
+from finetune_mile.training import steps as training
 from finetune_mile.training.features import stamper
 
 CLASSES = ("a", "b", "c")
@@ -301,15 +301,15 @@ def test_the_teacher_sees_the_weak_view(photos, loose, run_demo, drawn, monkeypa
 
     inputs, targets = [], LabelObjective._targets
 
-    def recording(self, loop, phase, images, given, batch):
-        if not phase.given:
+    def recording(self, loop, record, seen, given, batch):
+        if not record.phase.given:
             hook = loop.roles.teacher.register_forward_pre_hook(lambda _, args: inputs.append(args[0].clone()))
         try:
-            return targets(self, loop, phase, images, given, batch)
+            return targets(self, loop, record, seen, given, batch)
         finally:
-            if not phase.given:
+            if not record.phase.given:
                 hook.remove()
-                inputs[-1] = (inputs[-1], self.prepare(batch.weak), images)
+                inputs[-1] = (inputs[-1], self.prepare(batch.weak), self.prepare(batch.images))
 
     monkeypatch.setattr(LabelObjective, "_targets", recording)
     flags = [*SEMI, "--data", str(photos), "--unlabelled", str(loose)]

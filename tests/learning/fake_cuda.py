@@ -200,8 +200,8 @@ def play(folder, mistakes, flags):
     from finetune_mile.training.labelling import pool_labeller
     from finetune_mile.training.processes import Signals
     from finetune_mile.training.start import scores_to_beat, start_head
+    from finetune_mile.training.steps import make_loop
     from finetune_mile.training.task import feed, set_up
-    from finetune_mile.training.train import make_loop
 
     options = parse(flags)
     recipe = resolve(options.given, options.sets).recipe
