@@ -211,7 +211,7 @@ def resolve_tree(
     settings = _without_length(settings, over, lengths)
     for dotted, (value, speaker) in over.items():
         settings = put(settings, dotted, value)
-        speakers |= dict.fromkeys(flat({dotted: value}), speaker)
+        speakers |= dict.fromkeys(flat(put({}, dotted, value)), speaker)
     column, speaker = _defaults(settings)
     speakers = dict.fromkeys(flat(column), speaker) | speakers
     settings = merged(column, settings)
@@ -400,7 +400,7 @@ def _in_words(error: ValidationError, path: Path, speakers: Mapping[str, Speaker
         if len(sentences) == MOST_SENTENCES:
             return [*sentences, f"recipe {path.name}: up to {len(items) - number:,} more problems of this kind"]
         unions = ("int", "str", "float")  # pydantic's names of a union's branches
-        dotted = ".".join(str(part) for part in item["loc"] if "[" not in str(part) and part not in unions)
+        dotted = ".".join(_quoted(part) for part in item["loc"] if "[" not in str(part) and part not in unions)
         # std.0 is part of --set std
         speaker = speakers.get(dotted) or speakers.get(dotted.rpartition(".")[0]) or Speaker("recipe")
         where = speaker.name if speaker.name.startswith("--") else f"{speaker.place or f'recipe {path.name}: '}{dotted}"
@@ -421,6 +421,8 @@ def _in_words(error: ValidationError, path: Path, speakers: Mapping[str, Speaker
 
 def _nearest_key(dotted: str, model: type[BaseModel]) -> str:
     block, _, key = dotted.rpartition(".")
+    if key.endswith("'"):
+        return f"in a file write a block: {block}: {{{key}: VALUE}}".replace("'", "")
     if block in model.model_fields:
         annotation = model.model_fields[block].annotation
         options = [annotation, *get_args(annotation)]
@@ -459,5 +461,11 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested mapping with dotted keys."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        dotted = f"{prefix}{_quoted(key)}"
+        leaves |= flat(value, f"{dotted}.") if isinstance(value, Mapping) else {dotted: value}
     return leaves
+
+
+def _quoted(key: object) -> str:
+    """A part of a dotted key; in quotes where it has a dot itself, so that it is not taken for a key in a block."""
+    return f"'{key}'" if "." in str(key) else str(key)

@@ -59,7 +59,10 @@ def nearest(word: str, options: Iterable[str], count: int = 1) -> list[str]:
     alias = ALIASES.get(word.replace("_", "-"), "")
     if alias.partition(" ")[0] in names:
         return [alias]
-    return difflib.get_close_matches(word, names, n=count, cutoff=CUTOFF)
+    others = {other: ours for other, ours in ALIASES.items() if ours.partition(" ")[0] in names}
+    meant = others | {name: name for name in names}
+    near = difflib.get_close_matches(word, meant, n=count, cutoff=CUTOFF)
+    return list(dict.fromkeys(meant[name] for name in near))
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
