@@ -166,7 +166,8 @@ class InTime:
         if code:
             sys.stderr.write(text)
             return code
-        size, measure, self.text = task.preprocess.size, measure_of(task.data.val.given), text
+        self.text = text
+        size, measure = task.preprocess.size, measure_of(task.data.val.given)
         first = _about(f"{FROZEN} at {size} px", path, measure)
         self.facts = facts = {
             "minutes": clock.minutes, "measure": measure, "method": resolved.recipe.method,

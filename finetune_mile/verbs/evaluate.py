@@ -96,8 +96,9 @@ def check(options: argparse.Namespace, *unknown: str) -> Evaluation:
         None if text is None else attempt(problems, parse_model, text, flag)
         for text, flag in ((options.model, "--model"), (options.compare, "--compare"))
     )
-    recipe = None if model is None or options.data is not None else attempt(problems, recipe_of, model)
-    recipe = recipe or {}
+    recipe = {}
+    if model is not None and options.data is None:
+        recipe = attempt(problems, recipe_of, model) or {}
     data, truth = options.data or recipe.get("data"), options.truth or recipe.get("truth")
     if options.model is not None or (compare and not is_logits(compare)):
         if data is None:
