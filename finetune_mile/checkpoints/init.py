@@ -81,8 +81,7 @@ def parse_init(
     where, mark, choice = text.partition("::")
     if mark and not choice:
         raise Problem(f"{flag} {text}: nothing follows the '::'; add the prefix of the backbone, or remove the '::'")
-    named = None if on_disk else _find_name(text, where, flag)
-    kind, name = named or _find_path(text, where, flag, on_disk)
+    kind, name = (None if on_disk else _find_name(text, where, flag)) or _find_path(text, where, flag, on_disk)
     return Init(text, kind, name, choice or None, flag, format, prefix)
 
 

@@ -205,13 +205,14 @@ def resolve_tree(
     fraction = over["fraction"].value if "fraction" in over else plain.get("fraction")
     settings: dict[str, Any] = {}
     speakers: dict[str, Speaker] = {}
-    for own, speaker in (layer for file in reversed(files) for layer in _layers(file, fraction)):
+    layers = [layer for file in reversed(files) for layer in _layers(file, fraction)]
+    for own, speaker in layers:
         settings = merged(_without_length(settings, own, lengths), own)
         speakers |= dict.fromkeys(flat(own), speaker)
     settings = _without_length(settings, over, lengths)
     for dotted, (value, speaker) in over.items():
         settings = put(settings, dotted, value)
-        speakers |= dict.fromkeys(flat(put({}, dotted, value)), speaker)
+        speakers |= dict.fromkeys(flat({dotted: value}), speaker)
     column, speaker = _defaults(settings)
     speakers = dict.fromkeys(flat(column), speaker) | speakers
     settings = merged(column, settings)
@@ -219,7 +220,9 @@ def resolve_tree(
     try:
         recipe = model.model_validate(settings)
     except ValidationError as error:
-        wrong += _in_words(error, path, known, model)
+        # A key that has a dot itself, such as 'optimizer.lr', is in quotes: it is no key of a block.
+        literal = {f"'{key}'": speaker for own, speaker in layers for key in own if "." in str(key)}
+        wrong += _in_words(error, path, known | literal, model)
         raise Problem(*wrong) from error
     if wrong:
         raise Problem(*wrong)
@@ -400,7 +403,11 @@ def _in_words(error: ValidationError, path: Path, speakers: Mapping[str, Speaker
         if len(sentences) == MOST_SENTENCES:
             return [*sentences, f"recipe {path.name}: up to {len(items) - number:,} more problems of this kind"]
         unions = ("int", "str", "float")  # pydantic's names of a union's branches
-        dotted = ".".join(_quoted(part) for part in item["loc"] if "[" not in str(part) and part not in unions)
+        dotted = ".".join(
+            f"'{part}'" if "." in str(part) else str(part)
+            for part in item["loc"]
+            if "[" not in str(part) and part not in unions
+        )
         # std.0 is part of --set std
         speaker = speakers.get(dotted) or speakers.get(dotted.rpartition(".")[0]) or Speaker("recipe")
         where = speaker.name if speaker.name.startswith("--") else f"{speaker.place or f'recipe {path.name}: '}{dotted}"
@@ -461,11 +468,5 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested mapping with dotted keys."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        dotted = f"{prefix}{_quoted(key)}"
-        leaves |= flat(value, f"{dotted}.") if isinstance(value, Mapping) else {dotted: value}
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return leaves
-
-
-def _quoted(key: object) -> str:
-    """A part of a dotted key; in quotes where it has a dot itself, so that it is not taken for a key in a block."""
-    return f"'{key}'" if "." in str(key) else str(key)

@@ -254,9 +254,7 @@ def best_alone(sizes: Tensor, rule: SetRule) -> Tensor:
 
     Where it is not, the set is {p > threshold}, which has the best class too.
     """
-    if rule == "argmax_or_threshold":
-        return sizes == 0
-    return torch.full_like(sizes, rule == "argmax", dtype=torch.bool)
+    return sizes == 0 if rule == "argmax_or_threshold" else torch.full_like(sizes, rule == "argmax", dtype=torch.bool)
 
 
 def count_true(flags: Tensor, dim: int = 1) -> Tensor:

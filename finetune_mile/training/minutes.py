@@ -166,8 +166,7 @@ class InTime:
         if code:
             sys.stderr.write(text)
             return code
-        self.text = text
-        size, measure = task.preprocess.size, measure_of(task.data.val.given)
+        size, measure, self.text = task.preprocess.size, measure_of(task.data.val.given), text
         first = _about(f"{FROZEN} at {size} px", path, measure)
         self.facts = facts = {
             "minutes": clock.minutes, "measure": measure, "method": resolved.recipe.method,

@@ -96,9 +96,8 @@ def check(options: argparse.Namespace, *unknown: str) -> Evaluation:
         None if text is None else attempt(problems, parse_model, text, flag)
         for text, flag in ((options.model, "--model"), (options.compare, "--compare"))
     )
-    recipe = {}
-    if model is not None and options.data is None:
-        recipe = attempt(problems, recipe_of, model) or {}
+    recipe = attempt(problems, recipe_of, model) if model is not None and options.data is None else None
+    recipe = recipe or {}
     data, truth = options.data or recipe.get("data"), options.truth or recipe.get("truth")
     if options.model is not None or (compare and not is_logits(compare)):
         if data is None:
