@@ -408,8 +408,12 @@ def _in_words(error: ValidationError, path: Path, speakers: Mapping[str, Speaker
             for part in item["loc"]
             if "[" not in str(part) and part not in unions
         )
-        # std.0 is part of --set std
-        speaker = speakers.get(dotted) or speakers.get(dotted.rpartition(".")[0]) or Speaker("recipe")
+        speaker = (
+            speakers.get(dotted)
+            or speakers.get(dotted.rpartition(".")[0])  # std.0 is part of --set std
+            or speakers.get(dotted.replace("'", ""))  # a key with a dot that is inside of a block
+            or Speaker("recipe")
+        )
         where = speaker.name if speaker.name.startswith("--") else f"{speaker.place or f'recipe {path.name}: '}{dotted}"
         if item["type"] == "extra_forbidden":
             found = [f"{short(where)}: unknown key; {_nearest_key(dotted, model)}"]
@@ -429,7 +433,7 @@ def _in_words(error: ValidationError, path: Path, speakers: Mapping[str, Speaker
 def _nearest_key(dotted: str, model: type[BaseModel]) -> str:
     block, _, key = dotted.rpartition(".")
     if key.endswith("'"):
-        return f"in a file write a block: {block}: {{{key}: VALUE}}".replace("'", "")
+        return f"write a block: {block}: {{{key}: VALUE}}".replace("'", "")
     if block in model.model_fields:
         annotation = model.model_fields[block].annotation
         options = [annotation, *get_args(annotation)]

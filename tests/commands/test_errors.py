@@ -91,12 +91,14 @@ def test_a_key_with_a_dot_is_told_apart_from_a_setting(tmp_path, monkeypatch, ca
     """A file that has `optimizer.lr:` was answered with "--lr: unknown key" where the command has --lr."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("base: finetune\noptimizer.lr: 0.3\n")
-    unknown = "error: recipe mine.yaml: 'optimizer.lr': unknown key; in a file write a block: optimizer: {lr: VALUE}\n"
+    unknown = "error: recipe mine.yaml: 'optimizer.lr': unknown key; write a block: optimizer: {lr: VALUE}\n"
     for flags in ([], ["--lr", "0.1"], ["--set", "optimizer.lr=0.1"]):
         assert main(["run", "--recipe", "mine.yaml", "--data", "demo:40", *flags, "--explain", "--json"]) == 2
         assert capsys.readouterr().err == unknown
     assert main(["run", "--recipe", "mine.yaml", "--data", "demo:40", "--lr", "-1", "--explain", "--json"]) == 2
     assert sorted(capsys.readouterr().err.splitlines(True))[1] == unknown
+    assert main(["run", "--data", "demo:40", "--set", "optimizer={a.b: 1}", "--explain", "--json"]) == 2
+    assert "error: --set optimizer: unknown key; write a block: optimizer.a: {b: VALUE}" in capsys.readouterr().err
 
 
 def test_all_problems_are_told_at_once(tmp_path):
