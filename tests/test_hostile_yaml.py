@@ -25,6 +25,8 @@ HOSTILE = {
     ),
     "long": ("a: " + "x" * 2_000_000, "larger than 1 MB"),
     "digits": ("seed: 1\nsteps: " + "9" * 5000, "is not YAML at line 2 (a value cannot be read"),
+    "list as a mapping": ("!!map [a]", "is not YAML at line 1 (expected a mapping node, but found sequence"),
+    "list as a set": ("a: 1\nb: !!set [a]", "is not YAML at line 2 (expected a mapping node, but found sequence"),
     "no date": ("steps: 2024-13-45", "is not YAML at line 1 (a value cannot be read"),
 }
 

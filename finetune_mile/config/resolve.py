@@ -205,7 +205,8 @@ def resolve_tree(
     fraction = over["fraction"].value if "fraction" in over else plain.get("fraction")
     settings: dict[str, Any] = {}
     speakers: dict[str, Speaker] = {}
-    for own, speaker in (layer for file in reversed(files) for layer in _layers(file, fraction)):
+    layers = [layer for file in reversed(files) for layer in _layers(file, fraction)]
+    for own, speaker in layers:
         settings = merged(_without_length(settings, own, lengths), own)
         speakers |= dict.fromkeys(flat(own), speaker)
     settings = _without_length(settings, over, lengths)
@@ -219,7 +220,9 @@ def resolve_tree(
     try:
         recipe = model.model_validate(settings)
     except ValidationError as error:
-        wrong += _in_words(error, path, known, model)
+        # A key that has a dot itself, such as 'optimizer.lr', is in quotes: it is no key of a block.
+        literal = {f"'{key}'": speaker for own, speaker in layers for key in own if "." in str(key)}
+        wrong += _in_words(error, path, known | literal, model)
         raise Problem(*wrong) from error
     if wrong:
         raise Problem(*wrong)
@@ -400,9 +403,17 @@ def _in_words(error: ValidationError, path: Path, speakers: Mapping[str, Speaker
         if len(sentences) == MOST_SENTENCES:
             return [*sentences, f"recipe {path.name}: up to {len(items) - number:,} more problems of this kind"]
         unions = ("int", "str", "float")  # pydantic's names of a union's branches
-        dotted = ".".join(str(part) for part in item["loc"] if "[" not in str(part) and part not in unions)
-        # std.0 is part of --set std
-        speaker = speakers.get(dotted) or speakers.get(dotted.rpartition(".")[0]) or Speaker("recipe")
+        dotted = ".".join(
+            f"'{part}'" if "." in str(part) else str(part)
+            for part in item["loc"]
+            if "[" not in str(part) and part not in unions
+        )
+        speaker = (
+            speakers.get(dotted)
+            or speakers.get(dotted.rpartition(".")[0])  # std.0 is part of --set std
+            or speakers.get(dotted.replace("'", ""))  # a key with a dot that is inside of a block
+            or Speaker("recipe")
+        )
         where = speaker.name if speaker.name.startswith("--") else f"{speaker.place or f'recipe {path.name}: '}{dotted}"
         if item["type"] == "extra_forbidden":
             found = [f"{short(where)}: unknown key; {_nearest_key(dotted, model)}"]
@@ -421,6 +432,8 @@ def _in_words(error: ValidationError, path: Path, speakers: Mapping[str, Speaker
 
 def _nearest_key(dotted: str, model: type[BaseModel]) -> str:
     block, _, key = dotted.rpartition(".")
+    if key.endswith("'"):
+        return f"write a block: {block}: {{{key}: VALUE}}".replace("'", "")
     if block in model.model_fields:
         annotation = model.model_fields[block].annotation
         options = [annotation, *get_args(annotation)]

@@ -167,7 +167,8 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         """Refuse a key that is set twice: YAML itself silently takes the last one."""
         seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()  # `!!map [a]` is refused below
+        for key in (key for key, _ in pairs if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 raise RefusedYaml(problem=f"{key.value} is set twice", problem_mark=key.start_mark)
             seen.add(key.value)

@@ -56,10 +56,11 @@ ALIASES = {
 def nearest(word: str, options: Iterable[str], count: int = 1) -> list[str]:
     """Options that a word may stand for, the nearest first; also by their names in other tools."""
     names = list(options)
-    alias = ALIASES.get(word.replace("_", "-"), "")
-    if alias.partition(" ")[0] in names:
-        return [alias]
-    return difflib.get_close_matches(word, names, n=count, cutoff=CUTOFF)
+    others = {other: ours for other, ours in ALIASES.items() if ours.partition(" ")[0] in names}
+    if word.replace("_", "-") in others:
+        return [others[word.replace("_", "-")]]
+    meant = others | {name: name for name in names}
+    return [meant[name] for name in difflib.get_close_matches(word, meant, n=count, cutoff=CUTOFF)]
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:

@@ -116,9 +116,10 @@ class Loop:
     def _step(self, feed: Iterator[Any], record: StepRecord) -> None:
         """One optimiser step over `accumulate` parts of a batch."""
         self.network.train()
-        for module in self.network.modules() if self.frozen_norm else ():
-            if isinstance(module, nn.modules.batchnorm._NormBase):
-                module.eval()
+        if self.frozen_norm:
+            for module in self.network.modules():
+                if isinstance(module, nn.modules.batchnorm._NormBase):
+                    module.eval()
         set_rate(self.optimizer, record.share)
         for part in range(self.accumulate):
             last = part == self.accumulate - 1

@@ -268,7 +268,7 @@ class ResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 if not module.weight.is_meta:
                     nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-                if padding == "same" and module.stride != (1, 1):
+                if padding == "same" and module.stride != (1, 1):  # also those inside of torchvision's blocks
                     module.__class__, module.padding = SameConv2d, (0, 0)
 
     def forward(self, x: Tensor) -> Tensor:

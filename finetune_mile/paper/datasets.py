@@ -279,7 +279,7 @@ def _colour_options(where: str, flag: str) -> tuple[str, dict[str, str]]:
 
 
 def _paint(pictures: Tensor, colours: list[int], empty: list[bool], index: int) -> Tensor:
-    """An image set's `read`: (3, s, s) uint8, a digit in its colour on black, or the colour alone."""
+    """An image set's `content`: (3, s, s) uint8, a digit in its colour on black, or the colour alone."""
     image = pictures.new_zeros((3, *pictures.shape[1:]))
     image[CHANNELS[colours[index]]] = 255 if empty[index] else pictures[index]
     return image

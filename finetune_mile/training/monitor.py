@@ -51,7 +51,10 @@ def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool, verb:
     Without `keep_checkpoints` those of a finished run are removed, as the last thing. `verb` continues a stopped one.
     """
     accelerator, signals, ending = device.accelerator, device.signals, Ending()
-    main, again = accelerator.is_main_process, shlex.join(["finetune-mile", verb, "--resume", str(folder.path)])
+    main, world = accelerator.is_main_process, accelerator.num_processes
+    again = shlex.join(["finetune-mile", verb, "--resume", str(folder.path)]) + (
+        f"   (with the same launcher, in {world} processes)" if world > 1 else ""
+    )
 
     def record(**facts: object) -> None:
         if main:

@@ -96,7 +96,7 @@ def check(options: argparse.Namespace, *unknown: str) -> Evaluation:
         None if text is None else attempt(problems, parse_model, text, flag)
         for text, flag in ((options.model, "--model"), (options.compare, "--compare"))
     )
-    recipe = None if model is None or options.data is not None else attempt(problems, recipe_of, model)
+    recipe = attempt(problems, recipe_of, model) if model is not None and options.data is None else None
     recipe = recipe or {}
     data, truth = options.data or recipe.get("data"), options.truth or recipe.get("truth")
     if options.model is not None or (compare and not is_logits(compare)):

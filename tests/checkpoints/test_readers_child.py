@@ -103,3 +103,14 @@ def test_a_python_that_does_not_start_is_one_sentence(tmp_path, monkeypatch):
     torch.save({"a": torch.ones(1)}, tmp_path / "x.pth")
     with refused("x.pth", "sys.executable", "not start"):
         read(tmp_path / "x.pth")
+
+
+@pytest.mark.parametrize(("kept", "sent"), [("float32", "float3"), ("float3", "float32")])
+def test_a_child_that_sends_an_unknown_dtype_is_one_sentence(kept, sent, tmp_path, monkeypatch):
+    """It was `its pickle is not valid (KeyError)`. `kept` is of the storage, `sent` of a tensor on it."""
+    tensor = b"(S'a'\ncx\nTensor\n(S'0'\nS'" + sent.encode() + b"'\nI0\n(I1\nt(I1\nttRd."
+    header = pickle.dumps(([], {"0": (kept, 1)}, 0))
+    monkeypatch.setattr(torch_files, "_COMMAND", ["-c", f"import os; os.write(1, {header + tensor!r})"])
+    torch.save({"a": torch.ones(1)}, tmp_path / "x.pth")
+    with refused("x.pth", "holds a tensor of a dtype that is not known"):
+        read(tmp_path / "x.pth")

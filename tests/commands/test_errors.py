@@ -76,6 +76,31 @@ def test_check_knows_its_own_flags_and_those_of_a_run(capsys):
         assert f"unknown flag; did you mean {near}?" in capsys.readouterr().err
 
 
+def test_a_flag_that_is_almost_a_name_of_another_tool(capsys):
+    """`run --worker 3` was answered with --keep."""
+    for flag, near in (
+        ("--worker", "--set workers="),
+        ("--numworkers", "--set workers="),
+        ("--fractoin", "--fraction"),
+    ):
+        assert main(["run", flag, "3"]) == 2
+        assert f"{flag}: unknown flag; did you mean {near}?" in capsys.readouterr().err
+
+
+def test_a_key_with_a_dot_is_told_apart_from_a_setting(tmp_path, monkeypatch, capsys):
+    """A file that has `optimizer.lr:` was answered with "--lr: unknown key" where the command has --lr."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("base: finetune\noptimizer.lr: 0.3\n")
+    unknown = "error: recipe mine.yaml: 'optimizer.lr': unknown key; write a block: optimizer: {lr: VALUE}\n"
+    for flags in ([], ["--lr", "0.1"], ["--set", "optimizer.lr=0.1"]):
+        assert main(["run", "--recipe", "mine.yaml", "--data", "demo:40", *flags, "--explain", "--json"]) == 2
+        assert capsys.readouterr().err == unknown
+    assert main(["run", "--recipe", "mine.yaml", "--data", "demo:40", "--lr", "-1", "--explain", "--json"]) == 2
+    assert sorted(capsys.readouterr().err.splitlines(True))[1] == unknown
+    assert main(["run", "--data", "demo:40", "--set", "optimizer={a.b: 1}", "--explain", "--json"]) == 2
+    assert "error: --set optimizer: unknown key; write a block: optimizer.a: {b: VALUE}" in capsys.readouterr().err
+
+
 def test_all_problems_are_told_at_once(tmp_path):
     done = run("--fraction", "2", "--k-t", "0", "--lr", "-1", "--set", "nonsense=1", cwd=tmp_path)
     assert len(done.stderr.splitlines()) == 4

@@ -3,12 +3,17 @@
 import ast
 import re
 import shlex
+import signal
+from types import SimpleNamespace
 
 import pytest
 from shortcuts import ROOT, tinted_photos
 
 import finetune_mile
 from finetune_mile.cli import main
+from finetune_mile.training.folder import RunFolder
+from finetune_mile.training.monitor import recorded
+from finetune_mile.training.processes import Signals, Stopped
 
 FAST = ["--set", "size=24", "--set", "workers=0", "--steps", "4", "--batch-size", "8", "--set", "evaluate.labels=false"]
 
@@ -168,3 +173,15 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(monkeypatch, capsys)
     with console.progress("features", 256, quiet=True) as advance:
         advance(10)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("processes", "end"), [(1, ""), (2, "   (with the same launcher, in 2 processes)")])
+def test_a_stopped_run_of_several_processes_is_not_continued_in_one(processes, end, tmp_path, capsys):
+    """`finetune-mile run` alone would train on one GPU of eight."""
+    folder = RunFolder.create(tmp_path / "run", "seed: 0\n", overwrite=False)
+    accelerator = SimpleNamespace(num_processes=processes, is_main_process=True, print=print)
+    device = SimpleNamespace(accelerator=accelerator, signals=Signals())
+    with recorded(device, folder, keep_checkpoints=True) as ending:
+        raise Stopped(signal.SIGTERM)
+    assert ending.code == 143
+    assert capsys.readouterr().out == f"stopped; continue with: finetune-mile run --resume {folder.path}{end}\n"

@@ -63,7 +63,7 @@ def read_zip(file: MappedFile) -> Contents:
         for key, (dtype, items) in child.header.storages.items():
             require(f"{prefix}/data/{key}" in records, f"is damaged: storage {key} is not in the archive")
             place, size = records[f"{prefix}/data/{key}"]
-            wanted = items * _DTYPES[dtype].itemsize
+            wanted = items * _dtype(dtype).itemsize
             require(wanted <= size, f"is damaged: storage {key} should have {wanted} bytes, it has {size}")
             child.places[key] = place
         return _contents("torch-zip", child)
@@ -126,11 +126,11 @@ def read_legacy(file: MappedFile) -> Contents:
     with received(file, "torch-legacy", 0, file.size) as child:
         position = child.header.end
         for key, (dtype, items) in child.header.storages.items():
-            file.check(position, 8 + items * _DTYPES[dtype].itemsize)
+            file.check(position, 8 + items * _dtype(dtype).itemsize)
             (count,) = struct.unpack_from("<q", file.view, position)
             require(count == items, "is damaged: a storage in it has another size than its tensors say")
             child.places[key] = position + 8
-            position += 8 + items * _DTYPES[dtype].itemsize
+            position += 8 + items * _dtype(dtype).itemsize
         return _contents("torch-legacy", child)
 
 
@@ -292,11 +292,11 @@ class Received(pickle.Unpickler):
 
     def _tensor(self, key: str, name: str, offset: Any, size: Any, stride: Any) -> torch.Tensor:
         """A view of a storage; its dtype is that of the storage, if that has one."""
-        dtype, (kind, count) = _DTYPES[name], self.header.storages[key]
+        dtype, (kind, count) = _dtype(name), self.header.storages[key]
         if key not in self._storages:
             align = 8 if kind is None else dtype.itemsize
-            self._storages[key] = self._file.storage(self.places[key], count * _DTYPES[kind].itemsize, align)
-        count = count * _DTYPES[kind].itemsize // dtype.itemsize
+            self._storages[key] = self._file.storage(self.places[key], count * _dtype(kind).itemsize, align)
+        count = count * _dtype(kind).itemsize // dtype.itemsize
         sides, steps = check_shape(size), check_shape(stride)
         items = prod(sides)
         require(type(offset) is int and offset >= 0, "is damaged: a tensor in it has no storage")
@@ -344,6 +344,11 @@ class Received(pickle.Unpickler):
         """Take bytes before they are made, or refuse: a small file cannot ask for many times its size in memory."""
         require(0 <= count <= self._left, "is refused: its contents would unfold to many times the size of the file")
         self._left -= count
+
+
+def _dtype(name: str | None) -> torch.dtype:
+    require(name in _DTYPES, "holds a tensor of a dtype that is not known")
+    return _DTYPES[name]
 
 
 def _name(qualified: str) -> str | Stub:

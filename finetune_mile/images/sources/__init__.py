@@ -103,7 +103,8 @@ def split_name(data: str, flag: str = "--data") -> tuple[str, str]:
             )
         where = folder + where
     flag, place = f"{flag} {data}", where.partition("?")[0]
-    if not (Path(place).is_dir() if scheme in DIRECTORIES else _check_place(flag, scheme, place)):
+    there = Path(place).is_dir() if scheme in DIRECTORIES else _check_place(flag, scheme, place)
+    if not there:
         hint = f"; for a list write {f'csv:{place}'!r}" if place.endswith(".csv") and Path(place).is_file() else ""
         raise Problem(f"{flag}: there is no directory {place!r}{hint}")
     return scheme, where

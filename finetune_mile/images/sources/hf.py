@@ -144,7 +144,7 @@ def _classes(kind: Any, columns: list[list[Any]], tables: Sequence[Any], flag: s
     inner = getattr(inner, "feature", inner)
     if hasattr(inner, "names"):
         return list(inner.names)
-    labels = (value for cells in columns for value in chain(*map(values, cells)))
+    labels = (value for cells in columns for value in chain.from_iterable(map(values, cells)))
     return _shard_names(tables) or classes_of(labels, flag)
 
 

@@ -63,7 +63,7 @@ def _listed(name: str, given: Sequence[Any], flag: str) -> Data:
     files = [os.path.abspath(Path(path).expanduser()) for path in paths]  # noqa: PTH100  a user's links stay
     several = any(isinstance(label, list | tuple | set) for label in labels)
     cells = [values(label) for label in labels]
-    classes = classes_of(chain(*cells), flag)
+    classes = classes_of(chain.from_iterable(cells), flag)
     sets = [[str(value) for value in cell] for cell in cells]
     shared = os.path.commonpath([os.path.dirname(file) for file in files])  # noqa: PTH120  not part of an id
     ids = [os.path.relpath(file, shared) for file in files] if several else unique_ids(sets, files)
