@@ -428,6 +428,7 @@ def environment() -> dict[str, object]:
     root, commit = Path(__file__).resolve().parents[2], None
     if (root / ".git").exists() and shutil.which("git") is not None:
         ask = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
-        commit = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=10).stdout.strip() or None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a slow disk
+            commit = subprocess.run(ask, capture_output=True, text=True, check=False, timeout=10).stdout.strip() or None
     started_in = str(Path.cwd())  # where relative paths of the recipe begin
     return {"versions": versions, "git": commit, "machine": platform.machine(), "started_in": started_in}
