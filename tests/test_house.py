@@ -38,7 +38,7 @@ ROADS = {
 # `python -m tests.size`, without paper/; only to be lowered, or raised by what a commit lists. The aim: 14,300.
 STATEMENTS = {
     "(top)": 349,
-    "checkpoints": 3794,
+    "checkpoints": 3798,
     "compute": 213,
     "config": 753,
     "core": 514,

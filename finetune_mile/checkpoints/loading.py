@@ -173,7 +173,7 @@ def load_network(
     init: str | Init,
     *,
     arch: str | None,
-    num_classes: int,
+    num_classes: int | tuple[str, ...],
     head_bias: HeadBias,
     head_weight: HeadWeight = "normal",
     keep_head: str | None = None,
@@ -184,7 +184,7 @@ def load_network(
     Args:
         init: what `--init` takes, as text or parsed.
         arch: the network, where `init` does not say it; must agree where it does.
-        num_classes: C.
+        num_classes: C; or the names of the classes, which must be those of a classifier that is kept.
         head_bias: how the new head's bias starts.
         head_weight: how its weights start.
         keep_head: the name that the file gives its classifier; only then it is used.
@@ -192,16 +192,23 @@ def load_network(
     """
     opened = open_trunk(init, arch=arch, head_from=head_from)
     network, report = opened.network, opened.report
+    count = num_classes if isinstance(num_classes, int) else len(num_classes)
     if keep_head is not None and head_from == 1 and not opened.own:
         raise Problem(
             f"--keep-head {keep_head} does not go with head_from 1: the classifier of {init} was trained on the "
             "backbone's features, not on the projection's; say --set head_from=0, or leave --keep-head out"
         )
     if keep_head is None:
-        new_head(network, num_classes, head_bias, head_weight)
+        new_head(network, count, head_bias, head_weight)
         return network, opened.card, replace(report, reset=(*report.reset, *_head_names(network)))
     check_head_name(opened, keep_head, source=str(init))
-    return network, opened.card, keep_own_head(opened, num_classes, keep_head, str(init)).report
+    kept = keep_own_head(opened, count, keep_head, str(init))
+    if isinstance(num_classes, tuple) and opened.classes not in (None, num_classes):
+        raise Problem(
+            f"--keep-head {keep_head}: the classes of {init} have other names or another order than in the data; use "
+            "the same class folders, or leave --keep-head out"
+        )
+    return network, opened.card, kept.report
 
 
 def open_with_head(source: str | Init, flag: str) -> Opened:

@@ -267,7 +267,7 @@ def _check_parts(recipe: Recipe, accelerator: Accelerator) -> None:
 def _load(recipe: Recipe, init: Init, teacher_init: Init | None, classes: tuple[str, ...]) -> tuple[Model, Preprocess]:
     """The network of a recipe, ready to learn, and the input that it expects."""
     network, card, report = load_network(
-        init, arch=recipe.arch, num_classes=len(classes), head_bias=recipe.head_bias,
+        init, arch=recipe.arch, num_classes=classes, head_bias=recipe.head_bias,
         head_weight=recipe.head_weight, keep_head=recipe.keep_head, head_from=recipe.head_from,
     )  # fmt: skip
     report = _fit_size(network, report, recipe.size)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from shortcuts import ROOT, SHORT, SHORT_MILE, losses
@@ -212,3 +213,32 @@ def test_a_bar_and_lines_tell_how_far_the_labels_are(monkeypatch, capsys):
     monkeypatch.setattr(display, "PLAIN_SECONDS", -1.0)
     display.Display(10, visible=True).labels(3, 40, images=100)
     assert "labels of generation 3: 40 of 100 images" in capsys.readouterr().err
+
+
+def test_a_kept_classifier_must_have_the_classes_of_the_data(photos_of, tmp_path, capsys):
+    """Class number 0 would be another class: the run would learn on, with the wrong start."""
+    first, second = photos_of("dress", "hat"), photos_of("hat", "zebra")
+    flags = ["--steps", "2", "--batch-size", "8", "--set", "workers=0", "--size", "24"]
+    start = ["--init", "simclr-demo", "--method", "sigmoid", "--data", str(first), "--out", str(tmp_path / "first")]
+    assert main([*start, *flags]) == 0
+    more = ["--recipe", "unlabelled", "--init", str(tmp_path / "first"), "--fraction", "0.5", *flags]
+    assert main([*more, "--data", str(second), "--out", str(tmp_path / "second")]) == 2
+    assert "--keep-head fc" in (said := capsys.readouterr().err)
+    assert "other names" in said
+    assert not (tmp_path / "second").exists()
+    assert main([*more, "--data", str(first), "--out", str(tmp_path / "third")]) == 0
+
+
+@pytest.fixture
+def photos_of(tmp_path):
+    """A function that writes a folder of photos of some classes."""
+
+    def write(*classes):
+        for name in classes:
+            for number in range(8):
+                path = tmp_path / "-".join(classes) / name / f"{number}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.effect_noise((32, 32), 10 + 10 * number).convert("RGB").save(path)
+        return tmp_path / "-".join(classes)
+
+    return write
