@@ -222,6 +222,8 @@ def shorter(words):
         return []
     if "--minutes" in rest and verb == "run":  # it chooses steps and size; test_fetching.py downloads a dinov2-s
         return ["--minutes", "0.05", "--init", "moco.pth.tar", "--set=workers=0", "--set=precision=no"]
+    if "unlabelled" in rest:  # the recipe of that name: another method
+        return [*SMALL, *FEW]
     if "--recipe" in rest and "--init" not in rest:
         return [*FEW, *(["--k-t", "4", "--k-s", "4"] if "mile" in rest else [])]
     if "dinov2-s" in rest and verb == "run":
