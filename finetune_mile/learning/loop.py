@@ -189,7 +189,7 @@ class LabelObjective:
     def backward(self, loop: Loop, batch: Batch, record: StepRecord) -> None:
         phase, accelerator, images = record.phase, loop.accelerator, self.prepare(batch.images)
         given = given_matrix(batch.labels.to(images.device, non_blocking=True), self.num_classes)
-        weak = None if batch.weak is None else self.prepare(batch.weak)
+        weak = None if phase.given or batch.weak is None else self.prepare(batch.weak)
         targets, teacher_logits = self._targets(loop, record, images if weak is None else weak, given, batch)
         if phase.given_weak and weak is not None:
             images = torch.where(given.any(1)[:, None, None, None], weak, images)

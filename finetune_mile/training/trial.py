@@ -16,7 +16,7 @@ from finetune_mile.core.files import whole_file, write_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.splits import Pools, hold_out, with_validation
 from finetune_mile.learning.loop import Loop
-from finetune_mile.learning.losses import bce_entries, given_matrix, shared
+from finetune_mile.learning.losses import bce_rows, cross_entropy_rows, given_matrix
 from finetune_mile.learning.roles import tensors_of
 from finetune_mile.measures.intervals import clearly_above
 from finetune_mile.pages.card import model_card
@@ -78,10 +78,8 @@ def held_out_losses(trial: Task, device: Device, network: nn.Module) -> Tensor:
     """
     logits, given = on_training_images(trial, device, network, trial.pools.calibration)
     if given.ndim == 2:
-        targets = given_matrix(given, trial.num_classes)
-        if trial.recipe.activation == "sigmoid":
-            return bce_entries(logits, targets).sum(1)
-        return -(shared(targets) * logits.log_softmax(1)).sum(1)
+        rows = bce_rows if trial.recipe.activation == "sigmoid" else cross_entropy_rows
+        return rows(logits, given_matrix(given, trial.num_classes))
     probabilities = trial.probabilities(logits.double())
     shares = probabilities / probabilities.sum(1, keepdim=True).clamp(min=1e-30)
     return -shares.gather(1, given.unsqueeze(1)).squeeze(1).clamp(min=1e-30).log()
