@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from finetune_mile.compute.passes import Outputs
+from finetune_mile.compute.rows import Writer
 from finetune_mile.images.bad_images import BadImages
 from finetune_mile.images.order import Indices
 from finetune_mile.learning.loop import Loop
@@ -41,9 +42,9 @@ def draw_features(
     centres = torch.randn(int(images.given.max()) + 1, WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.25
     rows = centres[images.given[indices]] + SPREAD * torch.randn(len(indices), WIDTH, generator=draw)
     outputs = Outputs(rows.relu(), torch.ones(len(indices), dtype=torch.bool))
-    with store.file(split, view, "npy").open("r+b") as target:
-        features._write_rows(target, store.features(split, view), indices, outputs)
-    store.file(split, view, "done").write_bytes(bytes([features.DONE]) * len(images))
+    with Writer(store, split, view) as writer:
+        features._write_rows(writer, indices, outputs)
+        writer.keep(dict.fromkeys(indices.tolist(), features.DONE))
     advance(len(indices))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from finetune_mile.config.flags import SETTINGS, TYPES, RunOptions, empty_value, flag_of, init_text, resumed
+from finetune_mile.core.files import read_scores
 from finetune_mile.core.in_memory import SCHEME, named
 from finetune_mile.core.problems import Problem
 from finetune_mile.run import prepare, run
 from finetune_mile.training.embedding import Embedding
 from finetune_mile.training.folder import read_info
+from finetune_mile.verbs import audit as auditing
 from finetune_mile.verbs import embed as embedding
 from finetune_mile.verbs import evaluate as evaluation
 from finetune_mile.verbs import probe as probing
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from finetune_mile.checkpoints.classifier import ImageClassifier
-    from finetune_mile.training.features import Split
+    from finetune_mile.compute.rows import Split
+    from finetune_mile.images.sets import ImageSet
 
     # Text as for --data; rows with an image and a label; items (PIL image, int); (paths, labels).
     OneSet: TypeAlias = datasets.Dataset | Dataset[Any]
@@ -61,8 +63,7 @@ class Run:
     @property
     def results(self) -> dict[str, float]:
         """The final scores: the content of results.json."""
-        scores: dict[str, float] = json.loads(self._file("results.json").read_text(encoding="utf-8"))
-        return scores
+        return read_scores(self._file("results.json"))
 
     @property
     def labels(self) -> Any:
@@ -75,6 +76,23 @@ class Run:
     def report(self) -> Path:
         """The page to open in a browser."""
         return self._file("report.html")
+
+    def audit(self, data: Images | None = None, **flags: Any) -> dict[str, Any]:
+        """Find labels that are wrong or missing, as `finetune-mile audit` does; returns the content of audit.json.
+
+        Args:
+            data: of the run, where it was given as an object.
+            flags: of the command, such as `init`, `size`, `out`; `apply` (ticks.csv) writes corrected data into `out`.
+        """
+        with named(data) as (data_name,):
+            options = auditing.build_parser().fill({"what": str(self.folder), **flags})
+            if options.apply is not None:
+                return auditing.clean(options)
+            how, run = auditing.check(options, data_name)
+            from finetune_mile.training.auditing import audit
+
+            facts, folder = _done(lambda *processes: audit(how, run, options.out, *processes))
+            return facts | {"folder": str(folder)}
 
     def classifier(self) -> ImageClassifier:
         """The trained network, with `.predict`."""
@@ -163,19 +181,19 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
         For `train` and `val`: `ids` (N names), `labels` (N lists of class names) and `features`, an array (N, D) that
         is read from disk when it is used. A row of NaN is an image that could not be read.
     """
-    import pyarrow.parquet as pq
-
     with named(init, data) as (init_name, data_name):
         options = embedding.build_parser().fill({"init": init_name, "data": data_name, **flags})
         how = Embedding.of_flags(options, [init_text(options.init, options.format)])
         more = {"path": options.out, "views": options.views}
-        store = _done(lambda *processes: how.everything(*processes, **more))
-    splits: tuple[Split, ...] = ("train", "val")
+        store, images = _done(lambda *processes: how.everything(*processes, **more))
+    from finetune_mile.compute.rows import names_and_labels
+
+    sets: dict[Split, ImageSet] = {"train": images.train, "val": images.val}
     answer = {}
-    for split in splits:
-        table = pq.read_table(store.path / f"{split}.parquet").to_pydict()
-        features = store.features(split if len(store.state(split)) else "train")[: len(table["id"])]
-        answer[split] = {"ids": table["id"], "labels": table["labels"], "features": features}
+    for split, each in sets.items():
+        ids, labels = names_and_labels(each, images.classes)
+        features = store.features(split if len(store.state(split)) else "train")[: len(ids)]
+        answer[split] = {"ids": ids, "labels": labels, "features": features}
     return answer
 
 
@@ -244,6 +262,8 @@ def _given(key: str, value: str | Path) -> str:
     """The text of a flag; an empty one is refused."""
     if not str(value).strip():
         raise Problem(empty_value(flag_of(key)))
+    if "\0" in str(value):
+        raise Problem(f"{flag_of(key)} {str(value)!r}: no file has a NUL character in its name; remove it")
     return str(value)
 
 

@@ -6,6 +6,8 @@ import importlib
 import sys
 
 from finetune_mile import __version__
+from finetune_mile.core.cores import wait_quietly
+from finetune_mile.core.files import told
 from finetune_mile.core.problems import Problem, did_you_mean, tell
 
 # Verb: (module with main(argv) -> exit code, what it does).
@@ -15,8 +17,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "pretrain": ("finetune_mile.paper.pretrain", "pre-train without labels: SimCLR, MoCo-v2, BYOL or SwAV"),
     "embed": ("finetune_mile.verbs.embed", "compute features of a checkpoint once, for probe and run"),
     "probe": ("finetune_mile.verbs.probe", "compare checkpoints on your images by k-NN and linear probes"),
+    "audit": ("finetune_mile.verbs.audit", "find labels that are wrong or missing, duplicates, outliers; correct them"),
     "table": ("finetune_mile.paper.table", "run the missing cells of a table, write its results"),
     "check": ("finetune_mile.verbs.check", "before a run: data, checkpoint, a few steps, time and disk"),
+    "report": ("finetune_mile.verbs.report", "compare finished runs on one page"),
     "predict": ("finetune_mile.verbs.predict", "label new images: files, folders, or names on stdin"),
     "export": ("finetune_mile.verbs.export", "write a trained classifier for timm, transformers, ONNX or torch.export"),
     "weights": ("finetune_mile.verbs.weights", "checkpoints: ls, show, check, convert, add, verify"),
@@ -57,10 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     verb = (OTHER_NAMES | REPLACED).get(verb, verb)
     if verb not in VERBS:
         return tell(Problem(f"{verb}: unknown verb; {did_you_mean(verb, VERBS)}"))
+    wait_quietly()
     try:
         code: int = importlib.import_module(VERBS[verb][0]).main(rest)
-    except Problem as problem:
-        return tell(problem)
+        sys.stdout.flush()
+    except (Problem, OSError) as error:
+        return told(error)
     except KeyboardInterrupt:
         return 130
     return code

@@ -18,10 +18,12 @@ from finetune_mile.checkpoints.init import Init, parse_init, parse_source
 from finetune_mile.config.flags import RunOptions, parse
 from finetune_mile.config.resolve import Resolved, resolve, resolve_tree
 from finetune_mile.config.schema import FullRecipe
-from finetune_mile.core.problems import Problem, tell
+from finetune_mile.core.cores import wait_quietly
+from finetune_mile.core.files import is_finished, told
+from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import check_split, check_truth, split_name
 from finetune_mile.training import folder as folders
-from finetune_mile.training.folder import choose_folder, is_finished, next_folder, resumed_recipe, say_finished
+from finetune_mile.training.folder import choose_folder, next_folder, resumed_recipe, say_finished
 from finetune_mile.training.minutes import run_minutes
 
 MOST_SEEDS = 100
@@ -29,6 +31,7 @@ MOST_SEEDS = 100
 
 def main(argv: list[str] | None = None) -> int:
     """The command: 0 fine, 1 the run failed, 2 the command or its input was wrong, 128 + n stopped by a signal."""
+    wait_quietly()
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
         if options.json:
@@ -38,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.seeds is not None:
             return run_seeds(options, options.seeds)
         return run(*prepare(options))
-    except Problem as problem:
-        return tell(problem)
+    except (Problem, OSError) as error:
+        return told(error)
 
 
 def run_seeds(options: RunOptions, seeds: int) -> int:

@@ -1,12 +1,16 @@
 """Fixtures for all tests. Slow modules are imported inside them: the process that starts the others needs none."""
 
 import os
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 from shortcuts import SHARED
 
+OFFLINE = str(Path(__file__).parent / "offline")
+runpy.run_path(f"{OFFLINE}/sitecustomize.py")  # no import: the system may have another module of this name
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (OFFLINE, os.environ.get("PYTHONPATH"))))  # of other processes
 os.environ["FINETUNE_MILE_THREADS"] = "1"
 os.environ["FINETUNE_MILE_CONFIG"] = os.devnull  # cards of whoever runs the tests stay out of them
 
@@ -93,21 +97,24 @@ def stop_at(monkeypatch):
 
 @pytest.fixture
 def bounded():
-    """Fail instead of hanging or filling the memory: 20 seconds, and 2 GB more than now."""
+    """Fail instead of hanging or filling the memory: 20 seconds of the processor, 5 minutes, and 2 GB more than now."""
     import resource
     import signal
 
     def late(number, frame):
-        pytest.fail("20 seconds are over")  # no OSError, which the code under test may catch
+        pytest.fail("20 seconds of the processor, or 5 minutes, are over")  # no OSError, which may be caught
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = Path("/proc/self/statm")
     if used.exists():
         now = int(used.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (now + 2 * 2**30, hard))
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(20)
+    before = {number: signal.signal(number, late) for number in (signal.SIGALRM, signal.SIGPROF)}
+    signal.alarm(300)
+    signal.setitimer(signal.ITIMER_PROF, 20)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -310,11 +310,11 @@ def test_a_flip_is_turned_off_by_a_flag_and_the_rest_is_off():
 
 
 @pytest.mark.parametrize(
-    ("labelled", "epochs"), [(1, 10), (500, 10), (1_000, 10), (4_000, 5), (6_250, 4), (100_000, 3)]
+    ("labelled", "epochs"), [(1, 10), (199, 10), (500, 10), (1_000, 10), (4_000, 5), (6_250, 4), (100_000, 3)]
 )
 def test_a_photo_run_is_10_epochs_of_a_thousand_images_and_3_of_many(labelled, epochs):
-    """`epochs: auto` of recipes/finetune.yaml, the length of every run on photos; 100 steps at least."""
+    """`epochs: auto` of recipes/finetune.yaml, the length of every run on photos; 100 or 300 steps at least."""
     recipe = resolve({"data": "folder:photos", "init": "simclr-demo"}, []).recipe
     assert recipe.epochs == "auto"
     plan = make_plan(recipe, {"labelled": labelled, "all": labelled, "unlabelled": 0})
-    assert plan.total_steps == max(round(labelled * epochs / recipe.batch_size), 100)
+    assert plan.total_steps == max(round(labelled * epochs / recipe.batch_size), 100 if labelled < 200 else 300)

@@ -1,8 +1,10 @@
 """The sentences of every Problem, read where they are written, folder by folder. Other tests ask what they name."""
 
 import ast
+import json
 import re
 
+import english
 import pytest
 from shortcuts import ROOT
 
@@ -52,3 +54,26 @@ def test_a_problem_names_something_and_is_short_and_plain(folder):
 
 def test_most_sentences_are_seen():
     assert sum(1 for folder in FOLDERS for _ in sentences(folder)) > 300
+
+
+def test_sentences_do_not_become_longer():
+    """`python -m tests.english` lists them; `--lower` writes what is left. What is listed may only become less."""
+    left = json.loads(english.LEFT.read_text())
+    grown = {
+        name: (number, left.get(name, 0)) for name, number in english.counts().items() if number > left.get(name, 0)
+    }
+    assert grown == {}, "shorten these sentences: python -m tests.english FILE"
+    assert sum(left.values()) < 200
+
+
+def test_what_is_long_or_unplain_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"# A\n\nOne. Long {'word ' * 25}`code`.\n\n| a | {'cell ' * 30}|\n\n- It goes on.\n\n```\n{'x ' * 40}\n```\n"
+    )
+    assert [what for what, _ in english.found(page)] == ["27 words", "'goes on'", "30 words"]
+    code = tmp_path / "code.py"
+    code.write_text(f'"""{"doc " * 30}"""\nraise Problem(f"{{name}} lies outside. {"long " * 27}")\n')
+    assert [what for what, _ in english.found(code)] == ["30 words", "'lies'"]
+    code.write_text(f'print(f"{{name}} {"Long " + "long " * 27}")\n')
+    assert [what for what, _ in english.found(code)] == ["29 words"]

@@ -97,7 +97,7 @@ tensor is accounted for: loaded, reset or dropped, by name, in `init.json` and i
 weights check FILE --names`. A name or a shape that does not fit stops the load.
 
 A file of your own gets a card, with its hash, network and first features, in your configuration folder
-(`FINETUNE_MILE_CONFIG`, else `~/.config/finetune_mile`); `--init mine` then finds it from any folder, and
+(`FINETUNE_MILE_CONFIG`, else `~/.config/finetune_mile`). `--init mine` then finds it from any folder, and
 refuses it if the file changed. `verify` fetches a card's file, loads it and records what it saw beside your cards:
 
 ```bash
@@ -113,7 +113,7 @@ If you could fetch one, send in what you saw: open an issue or a pull request wi
 adds the accuracies that it measured to the record ([imagenet.md](imagenet.md)).
 
 - **Several backbones in one file** (online and momentum, student and teacher): formats that we know
-  say which one is meant. In other files it is the one that is not called momentum, target, key or ema.
+  say which one to take. In other files it is the one that is not called momentum, target, key or ema.
   The load report names the others; `--init 'FILE::teacher'` takes the one whose prefix has that part,
   `--init 'FILE::.'` the one without a prefix.
   Where nothing tells, the load stops and prints the ways to type. SimCLR-v2's EMA copy is
@@ -131,10 +131,19 @@ adds the accuracies that it measured to the record ([imagenet.md](imagenet.md)).
 - **Objects beside the weights** (settings with `functools.partial`, metrics, generators) stay inert: no
   file runs code. A file that calls a function which could act is refused. TorchScript is refused with
   the line that saves its weights.
+- **Pickles** (`.pth`, `.pt`, `.ckpt`, `.pkl`) are read in a separate process, which imports nothing that
+  the file names. It describes the tensors; the command then maps them from the file. The process may
+  use 256 MB of memory and 8 times the size of the pickle, and 4 seconds of processor time and one more
+  for each 16 MB. A file that needs more is refused. These limits are complete on Linux. macOS limits the
+  time but not the memory. Windows has neither: there the process is stopped after a minute (more for a
+  large pickle). safetensors and TensorFlow files hold no pickle and are read without a second process.
+- **Names** are bounded in every kind of file: 50,000 tensors, 1,000 letters for each name with its path,
+  16 MB for all. What else a file's names, shapes or config make our code raise is told in one sentence
+  ([SECURITY.md](../SECURITY.md)).
 - **Heads** are always new in a run. A classifier in the file has seen labels (SimCLR-v2's
-  `head_supervised` all of ImageNet's); it is used only when it is named, by `keep_head`. It was
-  trained on the backbone's features, so `keep_head` does not go with `head_from: 1`, except for our
-  own exports.
+  `head_supervised` all of ImageNet's); it is used only when it is named, by `keep_head`. It
+  expects the backbone's features. With `head_from: 1` the features are those of the projection, so it
+  is refused there, except for our own exports.
 - **The classifier that a run trained**: `finetune_mile.load_classifier(RUN)` loads it, with its
   classes and `.predict("photo.jpg")`; `finetune_mile.load(RUN, num_classes=C)` does not, and warns.
   `finetune-mile weights convert RUN OUT` (also `--to timm`) keeps it; `--drop-head` leaves it out.

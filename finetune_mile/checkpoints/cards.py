@@ -14,7 +14,7 @@ from finetune_mile.core.download import RemoteFile, digest, fetch
 from finetune_mile.core.files import cache as cache_folder
 from finetune_mile.core.files import config, load_yaml_file, shipped
 from finetune_mile.core.problems import Problem, nearest
-from finetune_mile.core.types import Preprocess
+from finetune_mile.core.types import Preprocess, first_fault
 
 _NETWORK = re.compile(
     r"(?:wide_)?(?:resnet|resnext|vit|deit|beit|convnext|swin|efficientnet|mobilenet|regnet|densenet|vgg)[\w.]*"
@@ -125,7 +125,9 @@ def read_card(path: Path) -> Card:
     """Read one card; what is wrong with it is said with the file's name."""
     try:
         card = Card.model_validate(_parse(path, path.stat().st_mtime_ns))
-    except (ValidationError, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+    except ValidationError as error:
+        raise Problem(f"card {path.name} is not valid: {first_fault(error)}") from error
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise Problem(f"card {path.name} is not valid: {error}") from error
     if card.name != path.stem:
         raise Problem(f"card {path.name}: name is {card.name!r}; it must be {path.stem!r}, as the file is called")
@@ -146,7 +148,7 @@ def find_card(name: str, flag: str = "--init") -> Card:
         return known[name]
     if _NETWORK.fullmatch(name):
         raise Missing(
-            f"{flag} {name}: this is the name of a network, not of a checkpoint; use timm:{name} for timm's weights "
+            f"{flag} {name}: this is the name of a network, not of a checkpoint. Use timm:{name} for timm's weights "
             "(timm:resnet50.a1_in1k, for example), or dinov2-s for DINOv2's (`finetune-mile weights ls` lists others)"
         )
     near = nearest(name, [*cards, *known], 3)

@@ -14,7 +14,7 @@ from finetune_mile.checkpoints.exporting import CONFIG, write_export
 from finetune_mile.checkpoints.init import Init, parse_source
 from finetune_mile.checkpoints.loading import Opened, Preprocessor, open_with_head
 from finetune_mile.compute.passes import show
-from finetune_mile.core.files import LARGEST_IMAGE, read_regular
+from finetune_mile.core.files import LARGEST_IMAGE, read_regular, write_whole
 from finetune_mile.core.problems import BadImage, Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.pipeline import decode
@@ -97,7 +97,7 @@ class ImageClassifier(nn.Module, ModelHubMixin):
         """Called by `save_pretrained` and `push_to_hub`."""
         write_export(save_directory, self.network, self.config)
         if self.model_card is not None:
-            (save_directory / "README.md").write_text(self.model_card, encoding="utf-8")
+            write_whole(save_directory / "README.md", self.model_card)
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, **options: Any) -> Self:

@@ -14,7 +14,7 @@ from finetune_mile.checkpoints.init import parse_init
 from finetune_mile.checkpoints.inspecting import first_features
 from finetune_mile.checkpoints.loading import Opened, check_head_name, keep_own_head, open_trunk
 from finetune_mile.core.download import digest
-from finetune_mile.core.files import whole_file
+from finetune_mile.core.files import write_whole
 from finetune_mile.core.problems import Problem
 
 
@@ -104,6 +104,5 @@ def add_card(
         }
     )  # fmt: skip
     target.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(target) as part:
-        part.write_text(yaml.safe_dump(card.model_dump(mode="json", exclude_defaults=True), sort_keys=False), "utf-8")
+    write_whole(target, yaml.safe_dump(card.model_dump(mode="json", exclude_defaults=True), sort_keys=False))
     return opened, target

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from finetune_mile.checkpoints.adapters import ADAPTERS, Adapted, rename_all
-from finetune_mile.checkpoints.adapters.adapter import Adapter, leaves, names_of
+from finetune_mile.checkpoints.adapters import ADAPTERS, Adapted, few, rename_all
+from finetune_mile.checkpoints.adapters.adapter import Adapter, names_of
 from finetune_mile.checkpoints.adapters.behind import (
     TOP,
     behind,
@@ -26,6 +26,7 @@ from finetune_mile.checkpoints.adapters.behind import (
 )
 from finetune_mile.checkpoints.init import Located
 from finetune_mile.checkpoints.readers import Contents
+from finetune_mile.checkpoints.readers.torch_files import leaves
 from finetune_mile.checkpoints.sizes import (
     add_options,
     has_shapes,
@@ -34,7 +35,7 @@ from finetune_mile.checkpoints.sizes import (
     read_vit,
     resized_as_authors,
 )
-from finetune_mile.core.problems import Problem, did_you_mean
+from finetune_mile.core.problems import LONGEST_SHOWN, Problem, did_you_mean, inert
 from finetune_mile.networks.resnets import DEPTHS, MINI, Arch, Stem, name_arch, parse_arch
 from finetune_mile.networks.vits import is_short, join_options, split_options
 
@@ -149,7 +150,7 @@ def _part(contents: Contents, choice: str, located: Located) -> tuple[str, Conte
                 return prefix, replace(contents, tree=inside, full_names={}, metadata={}), rest
     prefixes = sorted(filter(None, trunks))
     if not prefixes:
-        near = ", ".join(map(str, contents.tree))
+        near = few([*map(str, contents.tree)])
         raise Problem(f"{located.source}: no tensor is below {choice!r}; the file has: {near}")
     ways = " or ".join(way(str(located.path), prefix.rstrip("./")) for prefix in prefixes)
     raise Problem(f"{located.source}: no tensor is below {choice!r}; the file has backbones elsewhere: {ways}")
@@ -161,7 +162,7 @@ def _behind_prefix(contents: Contents, located: Located) -> Detected:
     if not paths:
         raise Problem(f"{located.source}: there is no tensor in this file")
     if not trunks:
-        sample = ", ".join(sorted(paths)[:3])
+        sample = ", ".join(inert(path, LONGEST_SHOWN) for path in sorted(paths)[:3])
         raise Problem(
             f"{located.source}: unknown format, and no ResNet or vision transformer behind any prefix (its "
             f"{len(paths)} tensors are called {sample}, ...). If the names are timm's, say --arch timm:NAME; otherwise "
@@ -270,15 +271,15 @@ def _check_unseen(name: str, shape: Arch | None, marks: Marks, adapter: Adapter,
     if marks.cifar_stem is None and "-cifar" in name:
         other, place = name.replace("-cifar", "-cifar2"), str(located.path)
         raise Problem(
-            f"{located.source} holds a ResNet with a 3x3 stem and does not show its padding; say --arch {name} "
+            f"{located.source}: a ResNet with a 3x3 stem that does not show its padding. Use --arch {name} "
             f"(padding 1, the usual) or --arch {other} (padding 2, solo-learn's), or --format solo-learn where "
-            f"solo-learn made it; without a flag: {way(place, name)} or {way(place, other)}"
+            f"solo-learn made it. Without a flag: {way(place, name)} or {way(place, other)}"
         )
     known = adapter.padding_known or adapter.padding != "torch"
     if shape is not None and shape.project_first and not shape.sk and not known:
         raise Problem(
-            f"{located.source} holds a ResNet with a shortcut convolution in layer1.0: SimCLR's and "
-            "BYOL's have it, and each pads in its own way, which no tensor shows; say whose: "
+            f"{located.source} holds a ResNet with a shortcut convolution in layer1.0, as SimCLR's and BYOL's have it. "
+            "Each pads in its own way, which no tensor shows. Say whose it is: "
             f"--format tonylins (SimCLR) or --format byol-convert (BYOL), or --arch {name} for torch's own padding"
         )
 
@@ -361,8 +362,8 @@ def read_arch(shapes: Mapping[str, tuple[int, ...]], marks: Marks, *, source: st
     blocks = {(int(m[1]), int(m[2])) for name in shapes if (m := re.match(r"layer(\d+)\.(\d+)\.", name))}
     if not blocks:
         raise Problem(f"{source}: layer1.0.conv1.weight is missing, and so is every other block")
-    stages = range(1, max(blocks)[0] + 1)
-    layers = tuple(max((block for at, block in blocks if at == stage), default=-1) + 1 for stage in stages)
+    last = dict(sorted(blocks))  # of each stage
+    layers = tuple(last.get(stage, -1) + 1 for stage in range(1, max(last) + 1))
     bottleneck = any(".conv3." in name or ".bn3." in name for name in shapes)
     deep = any(name.startswith("conv1.0.") or name.startswith("conv1.3.") for name in shapes)
     small = shapes.get("conv1.weight", (0, 0, 7, 7))[-1] == 3

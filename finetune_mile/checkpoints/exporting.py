@@ -1,21 +1,21 @@
 """Weights out: one writer for runs and for `weights convert`, and the form that timm loads."""
 
+import io
 import json
 import re
-import stat
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.adapters.adapter import unwrapped
 from finetune_mile.checkpoints.init import HEADER
 from finetune_mile.compute.passes import show
-from finetune_mile.core.files import whole_file
+from finetune_mile.core.files import whole_file, write_whole, writing
 from finetune_mile.core.problems import Failed, Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.resnets import ResNet
@@ -154,7 +154,9 @@ def traced(network: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
 
 def write_torch(path: Path, network: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
     """Write a .pt2 file for `torch.export.load`; returns what the file computes. `images` are an example."""
-    torch.export.save(traced(network, images), path)
+    content = io.BytesIO()  # where torch writes into a file itself, a full disk ends the process
+    torch.export.save(traced(network, images), content)
+    write_whole(path, content.getvalue())
     with warnings.catch_warnings(action="ignore"):
         return torch.export.load(path).module()
 
@@ -177,7 +179,8 @@ def write_onnx(path: Path, network: nn.Module, images: Tensor, notes: dict[str, 
         )
     assert program is not None
     program.model.metadata_props.update(notes)
-    program.save(path, external_data=large)
+    with writing(path):
+        program.save(path, external_data=large)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda batch: torch.from_numpy(session.run(None, {"images": batch.numpy()})[0])
 
@@ -220,24 +223,25 @@ def check_free(folder: Path) -> None:
 
 
 def _write(folder: Path, state: dict[str, Tensor], notes: dict[str, str], config: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with whole_file(folder / WEIGHTS) as weights, whole_file(folder / CONFIG) as note:
-        weights.unlink(missing_ok=True)
-        weights.touch()
-        mode = stat.S_IMODE(weights.stat().st_mode)
-        save_file(state, weights, metadata=notes)
-        weights.chmod(mode)  # safetensors makes it readable by its owner alone, whatever the umask
-        _sort_notes(weights)
-        note.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    content = _sorted_notes(save(state, metadata=notes))
+    try:
+        with whole_file(folder / WEIGHTS, len(content)) as weights, whole_file(folder / CONFIG) as note:
+            weights.write_bytes(content)
+            note.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except BaseException:
+        if not (folder / WEIGHTS).exists():  # the config is put in place first
+            (folder / CONFIG).unlink(missing_ok=True)
+        raise
 
 
-def _sort_notes(path: Path) -> None:
+def _sorted_notes(content: bytes) -> bytes:
     """Sort the metadata in a safetensors header, which come in random order: the same weights are the same bytes."""
-    with path.open("r+b") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(text) <= length:  # the same text in another order; a header may end in spaces
-            stream.seek(8)
-            stream.write(text.ljust(length))
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    if len(text) > length:  # the same text in another order; a header may end in spaces
+        return content
+    return b"".join((content[:8], text.ljust(length), memoryview(content)[8 + length :]))

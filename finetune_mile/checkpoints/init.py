@@ -1,6 +1,7 @@
 """What `--init` names, parsed once into a value; where it is on this machine, and its config. No torch here."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal
 from finetune_mile.checkpoints.cards import Card, Missing, fetch_card, find_card, list_cards
 from finetune_mile.checkpoints.readers import Refused
 from finetune_mile.checkpoints.readers.wire import message, raw, shape, table
+from finetune_mile.core.files import is_finished
 from finetune_mile.core.in_memory import SCHEME, get_object
 from finetune_mile.core.problems import Problem
 
@@ -195,8 +197,11 @@ def _beside(path: Path, name: str) -> Located:
 
 def _in_folder(folder: Path, init: Init, name: str) -> Located:
     """One of our run folders, an export, a Hugging Face folder, or a TensorFlow checkpoint."""
-    if (folder / "run.json").is_file() and not (folder / "export").is_dir():
-        raise Problem(f"{init.flag} {init}: this run has no export/ yet; finish it, or resume it first")
+    if (folder / "run.json").is_file() and not is_finished(folder):
+        raise Problem(
+            f"{init.flag} {init}: this run is not finished; continue it with --resume {shlex.quote(str(folder))}, or "
+            "give the folder export inside of it, where there is one"
+        )
     for path in (place / weights for place in (folder / "export", folder) for weights in (*_WEIGHTS, *_INDICES)):
         if path.is_file():
             return _beside(path, name)

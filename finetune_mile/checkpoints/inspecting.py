@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from finetune_mile import __version__
+from finetune_mile.checkpoints.adapters import few
 from finetune_mile.checkpoints.cards import (
     Card,
     fetch_card,
@@ -29,11 +33,12 @@ from finetune_mile.checkpoints.init import parse_init
 from finetune_mile.checkpoints.loading import LINEAR, Opened, Preprocessor, open_trunk
 from finetune_mile.compute.passes import show
 from finetune_mile.core.download import digest
-from finetune_mile.core.files import write_json
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.files import open_regular, write_json
+from finetune_mile.core.problems import LONGEST_SHOWN, Problem, inert
 
 TOLERANCE = 1e-4  # largest difference over the largest feature
 FEATURE_TOLERANCE = 1e-3  # of the largest feature on a card: another processor rounds otherwise
+_MOST_NUMBERS = 2**25  # of one array of an .npz
 SHOWN = 4  # classes, names and groups of names in a line
 
 
@@ -121,7 +126,7 @@ def say_report(opened: Opened, *, names: bool, where: str = "FILE") -> Iterator[
 
 
 def _few(values: Sequence[str]) -> str:
-    return ", ".join(values[:SHOWN]) + (", ..." if len(values) > SHOWN else "")
+    return ", ".join(inert(value, LONGEST_SHOWN) for value in values[:SHOWN]) + (", ..." if len(values) > SHOWN else "")
 
 
 def _module(path: str) -> str:
@@ -141,16 +146,34 @@ def compare(opened: Opened, path: Path) -> dict[str, float]:
         other, size = open_trunk(parse_init(str(path), "--against")), opened.card.preprocess.size
         images = np.random.default_rng(0).standard_normal((2, 3, size, size)).astype(np.float32)
         return {str(size): _apart(_features(opened, images), _features(other, images))}
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            data = {key: file[key] for key in file.files if key.startswith(("x_", "features_"))}
-    except (OSError, ValueError) as error:
-        raise Problem(f"--against {path} cannot be read: {error}") from error
+    data = _expected(path)
     sizes = [key.removeprefix("x_") for key in data if key.startswith("x_")]
     missing = [f"features_{size}" for size in sizes if f"features_{size}" not in data]
     if not sizes or missing:
-        raise Problem(f"--against {path}: {', '.join(missing) or 'x_<size>'} is missing")
+        raise Problem(f"--against {path}: {few(missing) or 'x_<size>'} is missing")
+    odd = [key for key, array in data.items() if not _fits(array, images=key.startswith("x_"))]
+    if odd:
+        raise Problem(f"--against {path}: {few(odd)} must be floats, images (B, 3, H, W) or features (B, D)")
     return {size: _apart(_features(opened, data[f"x_{size}"]), data[f"features_{size}"]) for size in sizes}
+
+
+def _fits(array: Any, *, images: bool) -> bool:
+    """Are these floats that are images (B, 3, H, W), or features (B, D)?"""
+    shape = array.ndim == 4 and array.shape[1] == 3 and array.size <= _MOST_NUMBERS if images else array.ndim == 2
+    return bool(shape and array.dtype.kind == "f")
+
+
+def _expected(path: Path) -> dict[str, Any]:
+    """The arrays of an `.npz` that are compared; what they take once they are unpacked is looked up first."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as stream, zipfile.ZipFile(stream) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > 8 * _MOST_NUMBERS:
+                raise Problem(f"--against {path}: its arrays take more than {8 * _MOST_NUMBERS // 2**20} MB")
+            stream.seek(0)
+            with np.load(stream, allow_pickle=False) as file:
+                return {key: file[key] for key in file.files if key.startswith(("x_", "features_"))}
+    except (OSError, ValueError, EOFError, LookupError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        raise Problem(f"--against {path} cannot be read: {error}") from error
 
 
 def _features(opened: Opened, images: Any) -> Any:

@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy.typing as npt
 import torch
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.adapters import Adapted, adapt, few, input_of
-from finetune_mile.checkpoints.adapters.adapter import leaves, tensors_of
+from finetune_mile.checkpoints.adapters.adapter import tensors_of
 from finetune_mile.checkpoints.adapters.behind import other_backbones
 from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.detect import NAMES_ONLY, assumptions, detect, is_certain, name_network
@@ -27,19 +27,21 @@ from finetune_mile.checkpoints.hugging_face import check_sizes, read_transformer
 from finetune_mile.checkpoints.init import HEADER, Init, Located, locate, parse_init, parse_source, read_header
 from finetune_mile.checkpoints.readers import Contents, read
 from finetune_mile.checkpoints.readers.mapped import MappedPages
+from finetune_mile.checkpoints.readers.torch_files import leaves
 from finetune_mile.checkpoints.timm_weights import canonical_head, native, timm_facts
 from finetune_mile.core.problems import BadImage, Problem
-from finetune_mile.core.types import Preprocess
+from finetune_mile.core.types import Activation, ExportConfig, Preprocess, first_fault
 from finetune_mile.images.pipeline import centre_view, normalise, to_pixels
 from finetune_mile.networks.heads import HeadBias, HeadWeight, build, get_head, new_head, set_head
 from finetune_mile.networks.parts import HiddenLinear
 from finetune_mile.networks.resnets import Padding, ResNet
 from finetune_mile.networks.vits import build_empty, is_short
 
-Activation = Literal["softmax", "sigmoid"]
 LINEAR, HIDDEN = {"fc.weight", "fc.bias"}, {"fc.hidden.weight", "fc.hidden.bias"}  # tensors of a classifier
 OWN = "finetune-mile"  # the format of our exports
 _MADE = "made from what was found in the file"
+# What our own code, torch and timm raise on names and shapes of no network.
+_NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 COUNTER = "num_batches_tracked"  # TensorFlow and haiku have none, and nothing we compute depends on it
 
 
@@ -196,7 +198,7 @@ def load_network(
     if keep_head is not None and head_from == 1 and not opened.own:
         raise Problem(
             f"--keep-head {keep_head} does not go with head_from 1: the classifier of {init} was trained on the "
-            "backbone's features, not on the projection's; say --set head_from=0, or leave --keep-head out"
+            "backbone's features, not on the projection's. Use --set head_from=0, or leave --keep-head out"
         )
     if keep_head is None:
         new_head(network, count, head_bias, head_weight)
@@ -243,7 +245,21 @@ def open_trunk(init: str | Init, *, arch: str | None = None, head_from: int = 0)
 
 
 def open_contents(contents: Contents, located: Located, head_from: int = 0) -> Opened:
-    """Open the backbone in a file that was read; `head_from` as in `load_network`."""
+    """Open the backbone in a file that was read; `head_from` as in `load_network`.
+
+    Names, shapes and config are a stranger's. What they make our code or torch raise is told as a fault of the file.
+    """
+    try:
+        return _open(contents, located, head_from)
+    except _NONSENSE as error:
+        why = f"{type(error).__name__}: {str(error).strip()[:100]}"
+        raise Problem(
+            f"{located.source}: its names, shapes or config fit no network ({why}); use another copy, and report it "
+            "if other tools load this file"
+        ) from error
+
+
+def _open(contents: Contents, located: Located, head_from: int) -> Opened:
     source, header = located.source, read_header(contents.metadata)
     config = header or located.config
     facts = _facts(config, located) if config else {}
@@ -260,7 +276,7 @@ def open_contents(contents: Contents, located: Located, head_from: int = 0) -> O
         raise Problem(
             f"{source} has no SimCLR-v2 projection head, so head_from 1 is not possible; say --set head_from=0"
         )
-    network = build_for(report.arch, card.padding, parts.get("proj.0.weight"))
+    network = build_for(report.arch, card.padding, parts)
     check_fit(network, parts, source=source)
     unused = (name for ours, name in adapted.sources.items() if ours not in parts)
     report = replace(
@@ -323,13 +339,22 @@ def find_foreign(
 
 def _facts(config: Mapping[str, Any], located: Located) -> dict[str, Any]:
     """The fields of a card that a config knows: the header of one of our exports, or `config.json` beside the file."""
+    try:
+        return _checked_facts(config, located)
+    except ValidationError as error:
+        raise Problem(f"the config of {located.path.name} is not valid: {first_fault(error)}") from error
+
+
+def _checked_facts(config: Mapping[str, Any], located: Located) -> dict[str, Any]:
+    if "model_type" in config and "architecture" not in config:
+        return read_transformers(config, located.processor)
     if "architecture" in config:
+        ExportConfig.model_validate(config)
         arch, preprocess = timm_facts(config)
         return {"arch": arch, "preprocess": preprocess}
-    if "model_type" in config:
-        return read_transformers(config, located.processor)
     if not {"arch", "padding", "mean", "std"} <= config.keys():
         return {}
+    ExportConfig.model_validate(config)
     facts = {
         "method": str(config.get("method", "finetune_mile")),
         "licence": str(config.get("licence", "unknown")),
@@ -337,30 +362,27 @@ def _facts(config: Mapping[str, Any], located: Located) -> dict[str, Any]:
         "padding": config["padding"],
         "preprocess": {key: config[key] for key in Preprocess.model_fields if key in config},
     }
-    try:
-        Card.model_validate({"name": located.name, **facts})
-    except ValidationError as error:
-        raise Problem(f"the config of {located.path.name} is not valid: {error}") from error
+    Card.model_validate({"name": located.name, **facts})
     return facts
 
 
 # ---------------------------------------------------------------------------- tensors into a network
 
 
-def build_for(arch: str, padding: Padding, proj: Tensor | None) -> nn.Module:
+def build_for(arch: str, padding: Padding, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A backbone to be filled: it has no storage yet (meta device); some of timm's have random weights.
 
     Args:
         arch: the network's name.
         padding: the convention of the weights.
-        proj: (D', D) weight of SimCLR-v2's first projection layer, which goes between backbone and head.
+        tensors: of a file. Perhaps SimCLR-v2's first projection layer, which goes between backbone and head.
     """
     if arch.startswith("timm:"):
         if padding != "torch":
             raise Problem(f"--arch {arch}: these weights need {padding!r} padding, which timm does not have")
-        return build_empty(arch)
+        return build_empty(arch, most=4 * sum(tensor.numel() for tensor in tensors.values()))
     with torch.device("meta"):
-        network = build(arch, padding=padding)
+        network, proj = build(arch, padding=padding), tensors.get("proj.0.weight")
         if proj is not None and isinstance(network, ResNet):
             outputs, inputs = proj.shape
             network.proj = nn.Sequential(nn.Linear(inputs, outputs, bias=False), nn.BatchNorm1d(outputs), nn.ReLU())

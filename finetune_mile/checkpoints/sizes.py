@@ -93,7 +93,7 @@ def _heads(dim: int, marks: Mapping[str, str], usual: int, source: str) -> int:
         name = SIZES[dim][0]
         raise Problem(
             f"{source} holds a vision transformer with fixed positions and does not show its number of attention "
-            f"heads; say --arch vit_{name}:heads={usual} (most code) or --arch vit_{name}:heads=12 (MoCo-v3, solo-learn"
+            f"heads. Use --arch vit_{name}:heads={usual} (most code) or --arch vit_{name}:heads=12 (MoCo-v3, solo-learn"
             "'s MAE)"
         )
     if not text:
@@ -101,8 +101,8 @@ def _heads(dim: int, marks: Mapping[str, str], usual: int, source: str) -> int:
         said = {key: marks[key] for key in ("act",) if key in marks}
         ways = " or ".join(f"--arch {join_options('vit', {**said, 'heads': heads})}" for heads in likely)
         raise Problem(
-            f"{source} holds a vision transformer of width {dim} and does not show its number of attention heads; "
-            f"say {ways} (or another number)"
+            f"{source} holds a vision transformer of width {dim} and does not show its number of attention heads. "
+            f"Use {ways} (or another number)"
         )
     if not re.fullmatch(r"[1-9]\d{0,3}", text):
         raise Problem(f"{source}: heads={text} is not a number of attention heads")

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from finetune_mile.checkpoints.adapters import Adapted
-from finetune_mile.checkpoints.adapters.adapter import Adapter, leaves, state_dict_of
+from finetune_mile.checkpoints.adapters.adapter import Adapter, state_dict_of
 from finetune_mile.checkpoints.cards import Card
 from finetune_mile.checkpoints.detect import Detected
 from finetune_mile.checkpoints.readers import Contents
+from finetune_mile.checkpoints.readers.torch_files import leaves
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.heads import build

@@ -77,7 +77,7 @@ def _open_given(init: Init, arch: str | None) -> Opened:
     known = getattr(own, "report", None)
     card = getattr(own, "card", None) if isinstance(known, LoadReport) else _timm_card(own)
     name = known.arch if isinstance(known, LoadReport) else card.arch if card else None
-    if card is None or name is None or _shapes(build_for(name, card.padding, None)) != _shapes(network):
+    if card is None or name is None or _shapes(build_for(name, card.padding, {})) != _shapes(network):
         network, name = build(init.text), init.text
         card = Card(name=name, method="python", arch=name, notes="a network that was given from Python")
     report = LoadReport(

@@ -32,6 +32,7 @@ NO_RUNS = ("launch", "pretrain", "splits", "tables", "upstream.yaml")  # what `r
 LONGEST_CHAIN = 4  # recipe files, the first one included
 LENGTHS = frozenset({"steps", "epochs"})  # of a run: one of them
 MOST_SENTENCES = 20  # problems of one recipe that are told at once
+SOFTMAX_STAGE = {"averaged_teacher": {"loss": "cross_entropy"}}  # of a second stage, unless it says something else
 # Flags that write into a block of the recipe; every other flag is the top-level key of its name.
 # k_t and k_s are MILe's where no method is named.
 FLAG_PATHS = {"k_t": "mile.k_t", "k_s": "mile.k_s", "lr": "optimizer.lr", "flip": "augment.flip"}
@@ -169,8 +170,8 @@ def find_imagenet() -> tuple[str, str]:
     if hub.is_dir():
         return "hf:ILSVRC/imagenet-1k", "the hub's cache"
     raise Problem(
-        "ImageNet was not found: set IMAGENET_DIR to its folder, or put it into data/imagenet, or download the hub's "
-        "ILSVRC/imagenet-1k into the local cache; for your own images use --data folder:DIR"
+        "ImageNet was not found. Set IMAGENET_DIR to its folder, or put it into data/imagenet, or download the hub's "
+        "ILSVRC/imagenet-1k into the local cache. For your own images use --data folder:DIR"
     )
 
 
@@ -226,7 +227,29 @@ def resolve_tree(
         raise Problem(*wrong) from error
     if wrong:
         raise Problem(*wrong)
+    if isinstance(recipe, Recipe):
+        second_stage(recipe)  # what is wrong with it is told now
     return ResolvedAs(recipe=recipe, path=path, why=why, speakers=known)
+
+
+def second_stage(recipe: Recipe) -> Recipe | None:
+    """The recipe of the second stage: this one with the settings of `then`; None where it has none."""
+    if not recipe.staged:
+        return None
+    then = dict(recipe.then or {})
+    if then.get("steps") is not None:  # from --set: instead of the recipe's epochs
+        then.pop("epochs", None)
+    settings = merged(_without_length(recipe.model_dump(mode="json"), then, LENGTHS), then) | {"then": None}
+    block = BLOCKS_WITH_DEFAULTS.get(str(settings["method"]))
+    if block is not None and settings[block] is None:
+        settings[block] = {}
+    if recipe.activation == "softmax":  # one network: both stages read its outputs in one way
+        settings = merged(SOFTMAX_STAGE, settings)
+    try:
+        return FullRecipe.model_validate(settings)
+    except ValidationError as error:
+        sentences = _in_words(error, Path("then"), {}, FullRecipe)
+        raise Problem(*(f"then: {sentence.removeprefix('recipe then: ')}" for sentence in sentences)) from error
 
 
 def to_yaml(recipe: BaseModel) -> str:

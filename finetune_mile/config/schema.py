@@ -72,9 +72,9 @@ class Optimizer(Section):
     )
     head_lr: float | None = Field(gt=0, description="the classifier's own rate; null: the same")
     momentum: float = Field(ge=0, lt=1, description="adamw: its first beta")
-    nesterov: bool
+    nesterov: bool = Field(description="sgd: Nesterov's momentum")
     weight_decay: float = Field(ge=0, description="never on biases and norms")
-    schedule: Literal["constant", "cosine", "step"]
+    schedule: Literal["constant", "cosine", "step"] = Field(description="how the rate falls from `lr`")
     warmup: Amount | Literal[0] = Field(description="linear warm-up of the rate")
     milestones: tuple[Amount, ...] = Field(default=(), description="for `step`: when the rate falls")
     gamma: float = Field(default=0.1, gt=0, description="for `step`: by which factor")
@@ -98,10 +98,10 @@ class Augment(Section):
     Those of `mixup` and `cutmix`, which mix pairs of a batch, depend on (seed, step).
     """
 
-    crop: Literal["random-resized", "shift", "none"]
+    crop: Literal["random-resized", "shift", "none"] = Field(description="which part of the image is shown")
     scale: tuple[float, float] = Field(default=(0.08, 1.0), description="for `random-resized`: area")
     shift: int = Field(default=0, ge=0, description="for `shift`: pixels in each direction")
-    flip: bool
+    flip: bool = Field(description="mirror half of the images")
     jitter: Annotated[tuple[Share, Share, Share, Annotated[float, Field(ge=0, le=0.5)]], BeforeValidator(_four)] = (
         Field(default=(0.0, 0.0, 0.0, 0.0), description="largest change of brightness, contrast, saturation and hue")
     )
@@ -122,6 +122,13 @@ class Evaluate(Section):
 
     images: int | None = Field(ge=0, description="validation images at each phase's end; null: all, 0: none")
     every: Amount | None = Field(description="also every so often inside a phase; null: phase ends only")
+    points: int = Field(
+        default=8,
+        ge=0,
+        le=1000,
+        description="least points of the curve in the report. Points beside those of `every` and `phases` are of few "
+        "validation images, which take 5 % of the time; 0: none",
+    )
     phases: bool = Field(default=True, description="evaluate, and inspect a new teacher's labels, at each phase's end")
     prediction_set: Literal["threshold", "argmax_or_threshold", "argmax"] = Field(
         description="what f1@... and coverage@... take for predicted: p > t, or that and the best class, or it alone"
@@ -138,7 +145,7 @@ class Recipe(Section):
         default=None, description="true label sets of the validation images: real, csv:FILE, counts:NPY,CSV,SHARE"
     )
     init: str = Field(description="a card's name, a file, a directory, timm:NAME, or none")
-    arch: str | None = Field(default=None, description="null: as the checkpoint says")
+    arch: str | None = Field(default=None, description="the network; null: as the checkpoint says")
     size: int | None = Field(default=None, gt=0, description="image side; null: as the card says")
     crop: float | None = Field(
         default=None,
@@ -146,35 +153,44 @@ class Recipe(Section):
         le=1,
         description="central share of the short side in the plain view; null: as the card says",
     )
-    mean: tuple[float, float, float] | None = Field(default=None, description="of RGB in 0-1; null: as the card says")
+    mean: tuple[float, float, float] | None = Field(
+        default=None, description="mean of RGB in 0-1; null: as the card says"
+    )
     std: tuple[Positive, Positive, Positive] | None = Field(
-        default=None, description="the same; null: as the card says"
+        default=None, description="standard deviation of RGB in 0-1; null: as the card says"
     )
     fraction: float = Field(gt=0, le=1, description="share of the labels that is used")
     split: str | None = Field(default=None, description="a list of the labelled images, or a run's split.json")
-    method: Annotated[str, AfterValidator(_known_method), WithJsonSchema({"type": "string", "enum": [*METHODS]})]
-    variant: Variant
+    method: Annotated[str, AfterValidator(_known_method), WithJsonSchema({"type": "string", "enum": [*METHODS]})] = (
+        Field(description="how it learns (docs/method.md)")
+    )
+    variant: Variant = Field(description="fills in what a recipe leaves open, as the paper or as its published code")
     semi: Literal["none", "all", "unlabelled"] = Field(description="images that imitation draws from")
     unlabelled: str | None = Field(
         default=None, description="further images for imitation, without their labels: a folder, or as data"
     )
     labelled_share: float | None = Field(
-        default=None, gt=0, lt=1, description="of each batch in imitation, the rest unlabelled; null: as they come"
+        default=None, gt=0, lt=1, description="share of labelled images in a batch of an imitation; null: as they come"
     )
     views: Literal["same", "weak-strong"] = Field(
         default="same",
         description="weak-strong: in imitation the teacher labels a view of its own, with crop and flip only",
     )
+    then: dict[str, Any] | None = Field(
+        default=None, description="settings that change for a second stage, with photos that have no label; null: none"
+    )
     teacher: str | None = Field(default=None, description="for distill: a run folder or a file")
-    seed: Seed
+    seed: Seed = Field(description="of the split, the order, the augmentation and a new classifier")
     steps: int | None = Field(default=None, gt=0, le=MOST_STEPS, description="budget in optimiser steps")
     epochs: Annotated[float, Field(gt=0, le=10**6)] | Literal["auto"] | None = Field(
-        default=None, description="or in epochs of the labelled images; auto: 10 of few images to 3 of many"
+        default=None, description="the budget in epochs of the labelled images; auto: 10 of few images to 3 of many"
     )
     steps_of_epochs: Literal["next"] | None = Field(
         default=None, description="next: images x epochs // batch + 1, as SimCLR counts; null: to the nearest step"
     )
-    batch_size: int = Field(gt=0, le=LARGEST_BATCH, description="over all processes and accumulated parts")
+    batch_size: int = Field(
+        gt=0, le=LARGEST_BATCH, description="images of a step, over all processes and accumulated parts"
+    )
     accumulate: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
         default=1, description="parts that a batch is computed in; auto: as few as fit into the GPU's memory"
     )
@@ -196,7 +212,7 @@ class Recipe(Section):
     deterministic: bool = Field(
         default=False, description="the same bits in every run on a GPU, where it is slower; a CPU needs no setting"
     )
-    sync_batch_norm: bool = False
+    sync_batch_norm: bool = Field(default=False, description="statistics of all processes together")
     head_bias: Literal["zero", "prior"] = Field(description="prior: -log C, sigmoids start at 1/C")
     head_weight: Literal["normal", "zero"] = Field(default="normal", description="normal: std 0.01; zero: as SimCLR's")
     keep_head: str | None = Field(default=None, description="name of a head in the file to keep (labels leak!)")
@@ -225,7 +241,7 @@ class Recipe(Section):
         description="stop after so many evaluations in a row without a better validation score, and keep the best "
         "weights; null: never",
     )
-    class_weights: Literal["none", "balanced"]
+    class_weights: Literal["none", "balanced"] = Field(description="balanced: rare classes count more in the loss")
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="share of a given label that is divided among all classes"
     )
@@ -243,7 +259,9 @@ class Recipe(Section):
     )
     checkpoint_every: int = Field(default=500, gt=0, description="steps between checkpoints")
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics.jsonl")
-    track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    track: Literal["none", "tensorboard", "wandb", "trackio"] = Field(
+        default="none", description="also send losses and scores there"
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> Recipe:
@@ -284,6 +302,11 @@ class Recipe(Section):
     @property
     def rho(self) -> float | None:
         return self.traits.rho
+
+    @property
+    def staged(self) -> bool:
+        """Are images without a label for a second stage? The first one learns from labelled images alone."""
+        return self.then is not None and self.trunk != "frozen"
 
     @property
     def labels_once_per_cycle(self) -> bool:
@@ -355,11 +378,11 @@ def _of_teacher(recipe: Recipe) -> list[Conflict]:
          f"method {name} needs --teacher RUN_FOLDER_OR_FILE"),
         ("teacher_file" not in needs and recipe.teacher is not None,
          f"--teacher is for --method {with_file}, and the method is {name}"),
-        (recipe.semi != "none" and "teacher" not in needs,
+        (recipe.semi != "none" and "teacher" not in needs and not recipe.staged,
          f"--semi needs a method that imitates; {name} learns from labels alone"),
-        (recipe.unlabelled is not None and "teacher" not in needs,
+        (recipe.unlabelled is not None and "teacher" not in needs and not recipe.staged,
          f"--unlabelled needs a method that imitates, such as mile; {name} learns from labels alone"),
-        (recipe.unlabelled is not None and recipe.semi == "none" and "teacher" in needs,
+        (recipe.unlabelled is not None and recipe.semi == "none" and "teacher" in needs and not recipe.staged,
          "--unlabelled needs --semi all or --semi unlabelled: without it no step draws those images"),
         (views != "same" and "teacher" not in needs,
          f"views: {views} needs a method that imitates, such as mile; {name} learns from labels alone"),

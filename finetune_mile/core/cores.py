@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
+BUSY = 0.5  # load of other programs, in cores
 CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -17,6 +19,34 @@ def usable_cores() -> int:
 def local_processes(world: int) -> int:
     """Training processes on this node, of `world` on all nodes; all of them where the launcher does not say."""
     return max(1, min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world))))
+
+
+def wait_quietly() -> None:
+    """Let idle threads of OpenMP sleep where other programs use the cores; call it before torch is imported.
+
+    They spin otherwise, to be there at once. On a machine that is busy with other work they take the time that the
+    other threads of the same step need. A machine with idle cores keeps the default, and so does a user's own setting.
+    """
+    own = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys()
+    if own or "torch" in sys.modules or not hasattr(os, "getloadavg"):
+        return
+    idle = (os.cpu_count() or 1) - os.getloadavg()[0]
+    if idle < usable_cores() - BUSY:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def chosen_threads(parent: Path) -> bool:
+    """Did the user say the number of OpenMP's threads, rather than the launcher, which sets a number by itself?
+
+    Args:
+        parent: the folder of the launcher in /proc, which shows its command and the environment that it began with.
+    """
+    try:
+        environment, command = ((parent / name).read_bytes().split(b"\0") for name in ("environ", "cmdline"))
+    except OSError:  # not Linux, or the process of another user
+        return False
+    words = [word.partition(b"=")[0].replace(b"-", b"_") for word in command]
+    return b"__num_cpu_threads_per_process" in words or any(v.startswith(b"OMP_NUM_THREADS=") for v in environment)
 
 
 def quota(root: Path, own: Path) -> float:

@@ -11,17 +11,22 @@ import errno
 import json
 import os
 import re
+import shutil
+import signal
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO, cast
 
 import yaml
 
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import Failed, Problem, inert, tell
 
 # Bytes of one image file. The largest image that is decoded (pipeline.MOST_PIXELS) takes as much without compression.
 LARGEST_IMAGE = 2**29
+MOST_RUN_BYTES = 2**26  # of a run.json
 LOCK_SECONDS = 10.0  # loader processes outlive a kill by some seconds
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -88,24 +93,126 @@ def open_text(path: str | Path, encoding: str = "utf-8") -> TextIO:
     return os.fdopen(open_regular(path), encoding=encoding, newline="")
 
 
+def is_finished(run: Path) -> bool:
+    """Has the run of this folder done all its work? One answer for runs, seeds, tables, `predict`, `eval` and `export`.
+
+    results.json and export/ come before the report: what was killed between them is not finished.
+    """
+    try:
+        info = json.loads(read_regular(run / "run.json", MOST_RUN_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(info, dict) and info.get("status") == "finished" and (run / "results.json").is_file()
+
+
 def size_in_words(size: int) -> str:
-    """A size limit for messages, such as 512 MB."""
+    """A size for messages, such as 512 MB."""
     return f"{size // 2**20} MB" if size >= 2**20 else f"{size:,} bytes"
 
 
+def unwritable(path: Path | str, error: OSError, needed: int | None = None, done: str = "written") -> Failed:
+    """The sentence for a file that cannot be written, with the fix; `needed` bytes, where that is known."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        cached = cache() in Path(path).parents
+        other = "name another cache with FINETUNE_MILE_CACHE" if cached else "choose another folder"
+        return Failed(f"{path}: cannot be {done} ({error.strerror}); mend that or {other}, then run the command again")
+    room = "" if needed is None else f", {size_in_words(needed)} are needed"
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        above = next(folder for folder in Path(path).absolute().parents if folder.is_dir())
+        room += f", {size_in_words(shutil.disk_usage(above).free)} are free"
+    return Failed(f"{path}: the disk is full{room}; make room, then run the same command again")
+
+
+def told(error: Problem | OSError) -> int:
+    """At the entry of a command: print what ended it, without a traceback; returns the exit code."""
+    if isinstance(error, Problem):
+        return tell(error)
+    if error.filename is not None:
+        return tell(unwritable(error.filename, error, done="used"))  # who knows whether it was to be read
+    broken = isinstance(error, BrokenPipeError)  # such as `| head`
+    if error.errno is None and not broken:  # not of the system
+        raise error
+    with contextlib.suppress(OSError, ValueError):  # or Python complains of its output when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE if broken else tell(unwritable("the output, or a file", error, done="used"))
+
+
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path that becomes `path`, flushed to disk, if the block ends well."""
+def writing(path: Path, needed: int | None = None) -> Iterator[None]:
+    """A system's error in the block becomes the `Problem` that `path` cannot be written; `needed` bytes."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error, needed) from error
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, needed: int | None = None) -> Iterator[Path]:
+    """A temporary path that becomes `path`, flushed to disk, if the block ends well; else nothing is left of it."""
     part = path.with_name(f".{path.name}.part")
-    yield part
-    with part.open("rb") as stream:
-        os.fsync(stream.fileno())
-    part.replace(path)
+    try:
+        with writing(path, needed):
+            yield part
+            with part.open("rb") as stream:
+                os.fsync(stream.fileno())
+            part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, complete or not at all; bytes of names that are not UTF-8 stay as they are."""
+    content = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+    with whole_file(path, len(content)) as part:
+        part.write_bytes(content)
 
 
 def write_json(path: Path, value: object) -> None:
+    write_whole(path, json_text(value))
+
+
+class Patient:
+    """A stream for writers in C++: torch's ends the process where a write fails. The error is kept for later.
+
+    What comes after the error is only counted: then it is known how many bytes are needed.
+    """
+
+    def __init__(self, stream: RawIOBase) -> None:
+        self._stream, self._pending, self.size = stream, bytearray(), 0
+        self.error: OSError | None = None
+
+    def write(self, content: bytes | memoryview) -> int:
+        self.size += len(content)
+        self._pending += content
+        if len(self._pending) >= 2**20:
+            self.drain()
+        return len(content)
+
+    def drain(self) -> None:
+        left = memoryview(self._pending)
+        try:
+            while len(left) and self.error is None:
+                left = left[self._stream.write(left) or 0 :]
+        except OSError as error:
+            self.error = error
+        self._pending = bytearray()
+
+    def flush(self) -> None:
+        """Nothing: `drain` is called at the end."""
+
+
+@contextlib.contextmanager
+def whole_stream(path: Path) -> Iterator[IO[bytes]]:
+    """`whole_file` for a writer that takes a stream."""
     with whole_file(path) as part:
-        part.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with part.open("wb", buffering=0) as raw:
+            stream = Patient(raw)
+            yield cast("IO[bytes]", stream)
+            stream.drain()
+        if stream.error is not None:
+            raise unwritable(path, stream.error, stream.size) from stream.error
 
 
 @contextlib.contextmanager
@@ -123,24 +230,141 @@ def locked(path: Path, sentence: str, seconds: float | None = None) -> Iterator[
     try:
         with contextlib.suppress(NotImplementedError):  # a file system without locks
             lock.acquire(timeout=LOCK_SECONDS if seconds is None else seconds)
-    except Timeout as error:
+    except Timeout as error:  # which is an OSError, too
         raise Problem(sentence) from error
+    except OSError as error:
+        raise unwritable(path, error) from error
     try:
         yield
     finally:
         lock.release()
 
 
-def check_empty(folder: Path, flag: str) -> None:
-    """Refuse a folder that has content, or that cannot be made."""
+PART, _BEGUN = ".part", ".begun"  # in an output until it is complete: a folder, and the names of what was begun
+
+
+@contextlib.contextmanager
+def begun(out: Path, *names: str) -> Iterator[Path]:
+    """A folder inside of `out` whose content moves up when the block ends well.
+
+    What a command that was killed has left there, and nothing else, is removed first.
+
+    Args:
+        out: passes `check_empty`.
+        names: what the block writes into `out` itself; where the block fails it stays.
+    """
+    part, made = out / PART, not out.exists()
+    with contextlib.ExitStack() as held:
+        try:
+            with writing(out):
+                part.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(part / ".lock", f"{out}: another process is writing there; wait for it", 0))
+        except Failed:
+            for folder in (part, out) if made else (part,):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise
+        _remove([*(out / name for name in _left(out)), *_parts(part)])
+        try:
+            write_json(out / _BEGUN, names)
+            yield part
+            ready = sorted(_parts(part), key=lambda path: path.name == "README.md")
+            write_json(out / _BEGUN, [*names, *(path.name for path in ready)])
+            with writing(out):
+                for path in ready:
+                    path.rename(out / path.name)
+                shutil.rmtree(part)
+                (out / _BEGUN).unlink()  # the last step: without it the output is complete
+        except BaseException:
+            if not any((out / name).exists() for name in names):
+                _remove([*(out / name for name in _left(out)), part, out / _BEGUN, *([out] if made else [])])
+            raise
+
+
+def leftovers(out: Path) -> set[str]:
+    """Names in `out` that a killed command has left, and that `begun` removes."""
+    return {PART, _BEGUN, f".{_BEGUN}.part", *_left(out)}
+
+
+def _left(out: Path) -> set[str]:
+    """Names in `out` that a killed command has made, or was about to make."""
     try:
-        if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        names = json.loads(read_regular(out / _BEGUN, MOST_RUN_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return set()
+    found = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return {each for name in found if name == Path(name).name != ".." for each in (name, f".{name}.part")}
+
+
+def _parts(part: Path) -> list[Path]:
+    return [path for path in part.iterdir() if path.name != ".lock"]
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+def check_empty(folder: Path, flag: str) -> None:
+    """Refuse a folder that has content, but for what a command has left that was killed; or that cannot be made."""
+    try:
+        left = leftovers(folder)
+        if os.path.lexists(folder) and (not folder.is_dir() or any(e.name not in left for e in folder.iterdir())):
             raise Problem(f"{flag} {folder}: it already exists; give a folder that is new or empty")
         above = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise Problem(f"{flag} {folder}: {above} is not a folder that can be written; choose another")
     except OSError as error:
         raise Problem(f"{flag} {folder}: {error.strerror}; choose another folder") from error
+
+
+MOST_JSON = 2**28  # bytes of a JSON file of ours; the split of ImageNet takes 40 MB
+
+
+def json_text(value: object) -> str:
+    """JSON for people; where a name is not UTF-8, its bytes are escaped, and come back when it is read."""
+    text = json.dumps(value, indent=1, ensure_ascii=False)
+    return (text if _is_utf8(text) else json.dumps(value, indent=1)) + "\n"
+
+
+def read_json(path: Path, fix: str = "restore it from a copy, or begin a new run") -> dict[str, Any]:
+    """The JSON object of a file of ours; a `Problem` that ends with `fix` where it is missing or damaged."""
+    try:
+        value = json.loads(read_regular(path, MOST_JSON))
+    except OSError as error:
+        raise Problem(f"{path} cannot be read ({error.strerror}); {fix}") from error
+    except (ValueError, RecursionError) as error:
+        raise Problem(f"{path} is damaged ({inert(str(error), 100)}); {fix}") from error
+    if not isinstance(value, dict):
+        raise Problem(f"{path} is damaged (it is not a JSON object); {fix}")
+    return value
+
+
+def read_scores(path: Path, *needed: str) -> dict[str, float]:
+    """The numbers of a results.json, or of a file like it, as `read_json`; `needed` must be among them."""
+    scores = read_json(path)
+    odd = [key for key, value in scores.items() if isinstance(value, bool) or not isinstance(value, int | float | None)]
+    if odd or not scores.keys() >= {*needed}:
+        name = inert((odd or [key for key in needed if key not in scores])[0], 40)
+        raise Problem(f"{path} is damaged ({name} is not a number); restore it from a copy, or begin a new run")
+    return scores
+
+
+def utf8_name(name: str) -> str:
+    """A file's name for files that must be UTF-8: other bytes are shown as hexadecimal numbers."""
+    return name if _is_utf8(name) else name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # -------------------------------------------------------------------------------------------- YAML

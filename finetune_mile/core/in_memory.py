@@ -29,6 +29,8 @@ def named(*objects: Any) -> Iterator[list[str | None]]:
     names: list[str | None] = []
     for each in objects:
         if each is None or isinstance(each, str | Path):
+            if "\0" in str(each):
+                raise Problem(f"{str(each)!r}: no file has a NUL character in its name; remove it")
             names.append(None if each is None else str(each))
             continue
         name, number = f"{SCHEME}:{type(each).__name__}", 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 
@@ -33,8 +34,43 @@ class BadImage(Exception):
 def tell(problem: Problem) -> int:
     """Print each sentence as an error; the exit code."""
     for sentence in problem.sentences:
-        sys.stderr.write(f"error: {sentence}\n")
+        sys.stderr.write(f"{inert(f'error: {sentence}')}\n")
     return problem.code
+
+
+def warn(sentence: str) -> None:
+    """Print a warning."""
+    sys.stderr.write(f"{inert(f'warning: {sentence}')}\n")
+
+
+# ----------------------------------------------------- text of strangers on a terminal and in a spreadsheet
+
+LONGEST_LINE, LONGEST_SHOWN = 500, 80  # characters that are printed of a sentence, and of one name in a table
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "'")  # how a cell begins that a spreadsheet may compute
+
+
+def inert(text: str, most: int = LONGEST_LINE) -> str:
+    """One line of text that cannot control a terminal: other characters escaped, the middle of a long text cut out.
+
+    Names of classes, files and tensors come from strangers: they may hold escape sequences, line ends, marks that turn
+    the direction of writing, and bytes that are not UTF-8.
+    """
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else ascii(c)[1:-1] for c in text)
+    if len(text) <= most:
+        return text
+    tail = most // 3
+    return f"{text[: most - tail - 5]} ... {text[-tail:]}"
+
+
+def cell(text: str) -> str:
+    """Text for a CSV cell that no spreadsheet takes for a formula: behind a single quote where it might be one."""
+    return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+def uncell(text: str) -> str:
+    """The inverse of `cell`."""
+    return text.removeprefix("'")
 
 
 # ---------------------------------------------------------------------- names that a user probably meant

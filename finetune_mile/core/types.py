@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+# Upper bounds of what a file may say about a network: above any real one, and below what would fill the memory.
+LARGEST_INPUT, MOST_CLASSES, LONGEST_TEXT = 2048, 10**6, 1000
+Mean = Annotated[float, Field(ge=-1000, le=1000)]
+Deviation = Annotated[float, Field(ge=1e-4, le=1000)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+ShortText = Annotated[str, Field(max_length=LONGEST_TEXT)]
+Names = Annotated[list[ShortText], Field(max_length=MOST_CLASSES)]
+Activation = Literal["softmax", "sigmoid"]
 Pool = Literal["labelled", "unlabelled", "all"]
 Policy = Literal["none", "trivial", "rand"]
 
@@ -20,6 +28,12 @@ class Section(BaseModel):
     """Immutable settings; unknown keys raise an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False, defer_build=True)
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first fault that pydantic found: where, and what."""
+    fault = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}".removeprefix(": ")
 
 
 class Batch(NamedTuple):
@@ -34,12 +48,39 @@ class Batch(NamedTuple):
 class Preprocess(Section):
     """The input of a network: RGB in [0, 1], cropped, resized, normalised."""
 
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    std: tuple[float, float, float] = IMAGENET_STD
-    size: int = Field(default=224, gt=0, description="side of the square the network sees")
+    mean: tuple[Mean, Mean, Mean] = IMAGENET_MEAN
+    std: tuple[Deviation, Deviation, Deviation] = IMAGENET_STD
+    size: int = Field(default=224, gt=0, le=LARGEST_INPUT, description="side of the square the network sees")
     crop: float = Field(default=0.875, gt=0, le=1, description="central share of the short side")
     interpolation: Literal["bilinear", "bicubic", "nearest"] = "bilinear"
     antialias: bool = Field(default=True, description="TensorFlow's resize does without")
+
+
+class ExportConfig(Section):
+    """What an export's config.json may hold, ours or timm's, as far as we use it. Other entries are left alone."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    arch: ShortText = ""
+    padding: ShortText = ""
+    method: ShortText = ""
+    licence: ShortText = ""
+    data: ShortText = ""
+    init: ShortText = ""
+    warning: str = Field(default="", max_length=2 * LONGEST_TEXT)
+    steps: int = 0
+    seed: int = 0
+    refit_labels: int = 0
+    fraction: float = 1.0
+    architecture: ShortText = ""  # timm's name
+    num_classes: int = Field(default=0, ge=0, le=MOST_CLASSES)
+    classes: Names | None = None
+    label_names: Names | dict[str, str] | None = None  # timm's word for classes
+    activation: Activation | None = None
+    threshold: Probability | None = None
+    thresholds: list[Probability] | None = None
+    model_args: dict[str, Any] | None = None  # timm's
+    pretrained_cfg: dict[str, Any] | None = None
 
 
 # ------------------------------------------------------------------------ blocks of a recipe

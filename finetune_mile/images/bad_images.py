@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import csv
 import shlex
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from finetune_mile.core.files import whole_file
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.files import whole_file, writing
+from finetune_mile.core.problems import Problem, cell, inert, uncell, warn
 
 SHARE, AT_LEAST = 0.001, 10  # more than this share of a split's images, and more than this many, is an error
 HEADER = ("split", "id", "reason")
@@ -65,9 +64,7 @@ class BadImages:
         new = [(name, why) for (_, name), why in reasons.items() if (self.data, split, name) not in self._told]
         if new and not self._seen:
             name, reason = new[0]
-            sys.stderr.write(
-                f"warning: {split} image {name} is bad ({reason}) and is skipped; {self.path} lists all of them\n"
-            )
+            warn(f"{split} image {inert(name)} is bad ({reason}) and is skipped; {self.path} lists all of them")
         write_list(self.path, [(*k, reason) for k, reason in reasons.items() if k not in self._seen], append=True)
         self._seen |= set(reasons)
         self.told(self.data, split, [name for _, name in reasons])
@@ -75,7 +72,7 @@ class BadImages:
         if count > allowed(len(ids)):
             raise Problem(
                 f"--data {self.data}: {count} of {len(ids):,} {split} images cannot be read, which is more than "
-                f"{allowed(len(ids))} ({SHARE:.1%}, at least {AT_LEAST}); {self.path} lists them, and "
+                f"{allowed(len(ids))} ({SHARE:.1%}, at least {AT_LEAST}). {self.path} lists them. "
                 f"`finetune-mile check --data {shlex.quote(self.data)}` finds all of them"
             )
 
@@ -84,14 +81,16 @@ class BadImages:
         if not self.path.is_file():
             return {}
         with self.path.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
-            return {(row["split"], row["id"]): row["reason"] for row in csv.DictReader(stream)}
+            return {(row["split"], uncell(row["id"])): row["reason"] for row in csv.DictReader(stream)}
 
 
 def write_list(path: Path, lines: Sequence[tuple[str, str, str]], *, append: bool = False) -> None:
     """Write (split, id, reason) lines, with a header where the file begins; a new file is written in one step."""
     new = not (append and path.is_file())
     with (
+        writing(path),
         contextlib.nullcontext(path) if append else whole_file(path) as target,
         target.open("w" if new else "a", encoding="utf-8", errors="surrogateescape", newline="") as stream,
     ):
-        csv.writer(stream).writerows([HEADER, *lines] if new else lines)
+        quoted = [(split, cell(name), cell(reason)) for split, name, reason in lines]
+        csv.writer(stream).writerows([HEADER, *quoted] if new else quoted)

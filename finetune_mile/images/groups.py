@@ -44,7 +44,7 @@ Stamps = npt.NDArray[np.uint8]  # (N, 16)
 
 def find_groups(images: ImageSet) -> Indices | None:
     """(N,) images with the same number belong together; -1: alone. None: they are no files, or too many."""
-    paths = _paths(images.content)
+    paths = file_paths(images.content)
     if paths is None or not 1 < len(paths) <= MOST_FILES:
         return None
     sizes, stamps = _stamp(paths, images.ids)
@@ -99,9 +99,10 @@ def say_kept(alike: Indices | None, held_out: Indices) -> tuple[str, ...]:
     return (f"{sentence}, {kept.sum():,} photos",)
 
 
-def _paths(reader: Any) -> list[str] | None:
+def file_paths(reader: Any) -> list[str] | None:
+    """The absolute paths of the files behind images; None where they are in no file of their own."""
     if isinstance(reader, Picked):
-        inner = _paths(reader.inner)
+        inner = file_paths(reader.inner)
         return None if inner is None else [inner[row] for row in reader.rows.tolist()]
     if isinstance(reader, Files):
         root = Path(reader.root).resolve()

@@ -34,7 +34,7 @@ def read_list(path: Path) -> list[str]:
             data: bytes = unpacked.read(LARGEST_LIST + 1)
         if len(data) > LARGEST_LIST:
             raise OSError(f"larger than {size_in_words(LARGEST_LIST)}")
-        text = data.decode("utf-8")
+        text = data.decode("utf-8", "strict" if b"\0" in data else "surrogateescape")
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise Problem(f"{flag}: cannot be read as a list of names ({error})") from error
     if path.name.removesuffix(".xz").removesuffix(".gz").endswith(".json"):
@@ -61,7 +61,7 @@ def fetch_list(card: SplitCard) -> list[str]:
             reason = str(error).partition("; fetch ")[0]  # the download's own advice does not know --split
             raise Problem(
                 f"--fraction {card.fraction:g} of ImageNet means SimCLR's published list, which could not be fetched "
-                f"({reason}); fetch {card.urls[0]} elsewhere and put it at {place}, or give it with --split FILE"
+                f"({reason}). Fetch {card.urls[0]} elsewhere and put it at {place}, or give it with --split FILE"
             ) from error
     text = place.read_bytes()
     names = text.decode("utf-8").split()

@@ -148,11 +148,12 @@ def to_pixels(image: object) -> Tensor:
         BadImage: it is something else.
     """
     shape, kind = tuple(getattr(image, "shape", ())), str(getattr(image, "dtype", "")).removeprefix("torch.")
+    empty = 0 in (image.size if isinstance(image, Image.Image) else shape)
     if isinstance(image, np.ndarray) and kind == "uint8" and (len(shape) == 2 or shape[2:] in ((3,), (4,))):
-        image = Image.fromarray(image)
-    if isinstance(image, Image.Image):
+        image = Image.fromarray(image) if not empty else image
+    if isinstance(image, Image.Image) and not empty:
         return from_pil(image)
-    if isinstance(image, Tensor) and kind == "uint8" and len(shape) == 3 and shape[0] == 3:
+    if isinstance(image, Tensor) and kind == "uint8" and len(shape) == 3 and shape[0] == 3 and not empty:
         return image
     found = f"{type(image).__name__} {kind} {shape}" if kind else type(image).__name__
     raise BadImage(f"expected a PIL image, a uint8 array (H, W, 3) or a uint8 tensor (3, H, W), found {found}")

@@ -127,7 +127,7 @@ def stratified(
         raise Problem(f"--fraction {fraction}: must be above 0 and at most 1")
     if fraction == 1:
         return np.flatnonzero(labels >= 0)
-    digests = (hashlib.blake2b(name.encode(), digest_size=8).digest() for name in ids)
+    digests = (hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest() for name in ids)
     numbers = np.array([int.from_bytes(d, "little") >> 1 for d in digests], dtype=np.int64)
     ranks = hashes(seed, 0, numbers)
     groups = [] if alike is None else group_members(labels, alike)
@@ -151,7 +151,7 @@ def stratified(
 
 def fingerprint(ids: Sequence[str]) -> str:
     """A hash of a list of ids, in order: two runs with the same one used the same images."""
-    return hashlib.sha256("".join(f"{name}\n" for name in ids).encode()).hexdigest()
+    return hashlib.sha256("".join(f"{name}\n" for name in ids).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def one_label_each(given: Tensor) -> Tensor:

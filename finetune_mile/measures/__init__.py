@@ -15,6 +15,9 @@ CLOSING = (
     ("own_size_probe_map", "to beat: a linear probe at the checkpoint's own image size", "%"),
     ("probe_map", "to beat: a linear probe of the checkpoint's features", "%"),
     ("knn_map", "to beat: the 20 nearest labelled images by these features", "%"),
+    ("first_stage_accuracy", "before the stage with unlabelled images", "%"),
+    ("first_stage_map", "before the stage with unlabelled images", "%"),
+    ("over_first_stage", "difference that the unlabelled images made", "points"),
     ("over_own_size_probe", "difference to the probe at the checkpoint's own size", "points"),
     ("over_probe", "difference to the probe of the checkpoint's features", "points"),
     ("digit_accuracy", "top-1 among the digit classes", "%"),
@@ -66,7 +69,7 @@ def say_images(results: Mapping[str, float], *, trial: bool, share: float, step:
     if "chosen_step" in results:
         sentences.append(
             f"--patience: training ended after {int(results['last_step']):,} steps, and the weights of step "
-            f"{int(results['chosen_step']):,} were chosen by these validation images, so their scores are a little too "
+            f"{int(results['chosen_step']):,} were chosen by these validation images. So their scores are a little too "
             "good."
         )
     if share < 1:
@@ -77,7 +80,7 @@ def say_images(results: Mapping[str, float], *, trial: bool, share: float, step:
         )
     if trial:
         sentences.append(
-            "Held-out labels of the trial chose how far the weights went (trial/decision.json); their losses are no "
-            "test."
+            "Held-out labels of the trial chose how far the weights went (trial/decision.json). Their losses are too "
+            "good to be a test."
         )
     return sentences

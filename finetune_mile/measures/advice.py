@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -52,6 +52,14 @@ def say_methods(gaps: Mapping[str, Comparison], simplest: str) -> list[str]:
     return sentences + ([f"Worse than {simplest}: {', '.join(worse)}."] if worse else [])
 
 
+def several_classes(verdicts: Sequence[Mapping[str, Any]], bar: float) -> Literal["yes", "no", "cannot tell"]:
+    """Do images hold more than one of the classes? Arguments as in `say_several`."""
+    if sum(bool(each["open"]) for each in verdicts) > len(verdicts) / 2:
+        return "yes"
+    _, _, high, _ = surest_misses(verdicts)
+    return "no" if high < bar else "cannot tell"
+
+
 def say_several(verdicts: Sequence[Mapping[str, Any]], bar: float) -> str:
     """Do images hold more than one of the classes? Yes, no, or that these images and features cannot tell.
 
@@ -62,8 +70,9 @@ def say_several(verdicts: Sequence[Mapping[str, Any]], bar: float) -> str:
         verdicts: what `auto` measured, for each seed.
         bar: auto.g_min.
     """
-    opened = sum(bool(each["open"]) for each in verdicts)
-    if opened > len(verdicts) / 2:
+    answer = several_classes(verdicts, bar)
+    if answer == "yes":
+        opened = sum(bool(each["open"]) for each in verdicts)
         labels = sum(each["labels_found"] for each in verdicts) / len(verdicts)
         return (
             f"Many photos seem to hold more than one of the classes: method auto found this for {opened} of "
@@ -71,9 +80,9 @@ def say_several(verdicts: Sequence[Mapping[str, Any]], bar: float) -> str:
         )
     ratio, low, high, misses = surest_misses(verdicts)
     numbers = f"{ratio:.2f} times as often as among all (95 % interval {low:.2f} to {high:.2f})"
-    if high < bar:
+    if answer == "no":
         return (
-            "No evidence that photos hold more than one of the classes, and it would have been seen: where the network "
+            "No evidence that photos hold more than one of the classes, and it would have been seen. Where the network "
             f"is surest, it misses the given label {numbers}. Below {bar:g} is one class per photo."
         )
     return (

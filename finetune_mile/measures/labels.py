@@ -14,6 +14,7 @@ from torch import Tensor
 
 from finetune_mile.checkpoints.loading import Opened
 from finetune_mile.compute.passes import keys_of, stream
+from finetune_mile.core.problems import LONGEST_SHOWN, cell, inert
 from finetune_mile.images.pipeline import Readers, Views, default_workers, normalise
 from finetune_mile.images.readers import Files
 from finetune_mile.images.sets import ImageSet
@@ -88,10 +89,13 @@ def say_labels(form: str, name: str, labels: Labels, *, one: float | None, width
         return json.dumps({"image": name, "labels": listed, **({} if one is None else {"threshold": one})}) + "\n"
     if form == "csv":
         lines = io.StringIO()
-        csv.writer(lines, lineterminator="\n").writerows((name, label, f"{p:.6f}") for label, p, _ in labels)
+        csv.writer(lines, lineterminator="\n").writerows(
+            (cell(name), cell(label), f"{p:.6f}") for label, p, _ in labels
+        )
         return lines.getvalue()
-    shown = ", ".join(f"{label} {p:.2f}" if p > t else f"({label} {p:.2f})" for label, p, t in labels)
-    return f"{name:<{width}}  {shown}\n"
+    named = [(inert(label, LONGEST_SHOWN), p, t) for label, p, t in labels]
+    shown = ", ".join(f"{label} {p:.2f}" if p > t else f"({label} {p:.2f})" for label, p, t in named)
+    return f"{inert(name):<{width}}  {shown}\n"
 
 
 def say_threshold(threshold: float | Tensor) -> str:

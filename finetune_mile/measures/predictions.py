@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from finetune_mile.core.files import whole_file
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import Problem, cell
 from finetune_mile.measures.metrics import TAKEN_FOR, Activation
 
 FORMAT = b"finetune_mile.logits"
@@ -172,9 +172,9 @@ def write_per_class(path: Path, classes: Sequence[str], table: Mapping[str, Tens
     """
     columns = {name: values.tolist() for name, values in table.items()}
     if TAKEN_FOR in columns:
-        columns[TAKEN_FOR] = [classes[i] if i >= 0 else "" for i in columns[TAKEN_FOR]]
-    with whole_file(path) as part, part.open("w", encoding="utf-8", newline="") as stream:
+        columns[TAKEN_FOR] = [cell(classes[i]) if i >= 0 else "" for i in columns[TAKEN_FOR]]
+    with whole_file(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["class", *columns])
-        for row in zip(classes, *columns.values(), strict=True):
+        for row in zip(map(cell, classes), *columns.values(), strict=True):
             writer.writerow(["" if v != v else f"{v:.4f}" if isinstance(v, float) else v for v in row])

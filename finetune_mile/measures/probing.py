@@ -13,7 +13,7 @@ from finetune_mile.compute.rows import Store
 from finetune_mile.images.order import Indices
 from finetune_mile.images.sets import Data
 from finetune_mile.learning.losses import given_matrix
-from finetune_mile.learning.probe import FOLDS, Activation, fit_probe, folds, neighbour_votes
+from finetune_mile.learning.probe import Activation, fit_probe, neighbour_votes
 from finetune_mile.measures.intervals import compare, intervals
 from finetune_mile.measures.metrics import class_precisions, hits, top_k
 
@@ -68,38 +68,6 @@ def scored(outputs: Outputs, given: Tensor, activation: Activation) -> Tensor:
 def measure_of(given: Tensor) -> str:
     """The name of the mean of `scored` in results.json."""
     return "accuracy" if given.ndim == 1 else "map"
-
-
-def doubtful(
-    features: Outputs, labels: Tensor, num_classes: int
-) -> tuple[list[tuple[int, int, float, int, float]], float]:
-    """Labels that a probe of the other images would not give, the least likely first.
-
-    Args:
-        features: (n, D).
-        labels: (n,) classes; below 0: no label.
-        num_classes: C.
-
-    Returns:
-        Row, given class and its probability, the class it would give and its probability; and how many of a hundred
-        held-out images get their given class, which tells how much such doubts are worth.
-    """
-    places = ((labels >= 0) & features.readable).nonzero().flatten()
-    rows, labels = features.rows[places], labels[places]
-    fold = torch.from_numpy(folds(labels.numpy(), 0))
-    strength = fit_probe(rows, given_matrix(labels, num_classes), "softmax").strength
-    likely = torch.full((len(rows), num_classes), torch.nan)
-    for one in range(FOLDS):
-        if (fold == one).any() and (fold != one).any():
-            others = given_matrix(labels[fold != one], num_classes)
-            fitted = fit_probe(rows[fold != one], others, "softmax", strength=strength)
-            likely[fold == one] = fitted.logits(rows[fold == one]).softmax(1)
-    given = likely.gather(1, labels.unsqueeze(1)).squeeze(1)
-    best, guess = likely.max(1)
-    wrong = (~best.isnan() & (guess != labels)).nonzero().flatten()
-    order = wrong[given[wrong].argsort(stable=True)].tolist()
-    listed = [(int(places[i]), int(labels[i]), float(given[i]), int(guess[i]), float(best[i])) for i in order]
-    return listed, 100 * (1 - len(listed) / max(int((~best.isnan()).sum()), 1))
 
 
 def floor(data: Data) -> tuple[str, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,10 @@ from finetune_mile.measures.predictions import PER_CLASS
 LEAST_DIFFERENCE = 1.0  # points: a model that is less than this below another is not called worse
 FEW_IMAGES = 200  # an interval of 14 points or more
 SCORES = {"accuracy": "accuracy", "map": "mean average precision"}  # a run is judged by the first that it has
-SHARES = ("accuracy", "probe_accuracy", "knn_accuracy", "real_acc", "main_accuracy", "own_size_probe_accuracy")
+SHARES = (
+    "accuracy", "probe_accuracy", "knn_accuracy", "real_acc", "main_accuracy", "own_size_probe_accuracy",
+    "first_stage_accuracy",
+)  # fmt: skip
 
 
 def score_of(results: Mapping[str, Any]) -> str | None:
@@ -87,11 +90,24 @@ def compared(measured: Measured) -> Tensor:
     return measured.samples["accuracy"] if "accuracy" in measured.samples else measured.by_class["map"]
 
 
-def units(measured: Measured) -> dict[str, object]:
-    """What start.json keeps of a probe, so that a run can be compared with it image by image, or class by class."""
+def units(measured: Measured, rows: Tensor | None = None) -> dict[str, object]:
+    """What start.json keeps of a probe, so that a run can be compared with it image by image, or class by class.
+
+    Args:
+        measured: of the probe, or of a run.
+        rows: only these images, where they are compared one by one.
+    """
     if "accuracy" in measured.samples:
-        return {"right": np.packbits((measured.samples["accuracy"] > 0).numpy()).tobytes().hex()}
+        right = measured.samples["accuracy"] > 0
+        return {"right": np.packbits((right if rows is None else right[rows]).numpy()).tobytes().hex()}
     return {"average_precision": [None if v != v else v for v in measured.by_class["map"].tolist()]}
+
+
+def units_of(lines: Mapping[str, Any]) -> Tensor:
+    """What `units` packed: 100 or 0 for each of the `images`, or the average precision of each class."""
+    bits = np.unpackbits(np.frombuffer(bytes.fromhex(lines.get("right", "")), dtype=np.uint8))[: int(lines["images"])]
+    precisions = [torch.nan if v is None else v for v in lines.get("average_precision", ())]
+    return torch.tensor(precisions, dtype=torch.float64) if precisions else torch.from_numpy(100.0 * bits)
 
 
 def over(measured: Measured, lines: Mapping[str, Any], name: str) -> dict[str, float]:
@@ -103,9 +119,7 @@ def over(measured: Measured, lines: Mapping[str, Any], name: str) -> dict[str, f
         name: of the difference.
     """
     mine = compared(measured)
-    bits = np.unpackbits(np.frombuffer(bytes.fromhex(lines.get("right", "")), dtype=np.uint8))[: len(mine)]
-    precisions = [torch.nan if v is None else v for v in lines.get("average_precision", ())]
-    theirs = torch.tensor(precisions, dtype=torch.float64) if precisions else torch.from_numpy(100.0 * bits)
+    theirs = units_of({**lines, "images": len(mine)})
     if len(theirs) != len(mine):
         return {}
     found = compare({name: mine}, {name: theirs}).get(name)
@@ -145,6 +159,86 @@ def _clearly_below(results: Mapping[str, float], name: str) -> str | None:
     if high >= 0 or difference > -LEAST_DIFFERENCE:
         return None
     return f"difference {difference:+.1f}, 95 % interval {low:+.1f} to {high:+.1f}"
+
+
+# ------------------------------------------------------------------------------------ in one sentence
+
+
+class Summary(NamedTuple):
+    """What came out of a run, for people."""
+
+    tone: Literal["good", "level", "bad"]  # against the strongest of what it must beat
+    sentence: str
+    advice: str  # what to do next
+
+
+def verdict(results: Mapping[str, float], warning: str | None) -> Summary | None:
+    """What the score of a run means, and what to do next; None where it has no score.
+
+    Args:
+        results: of results.json.
+        warning: the sentence that the run ended with.
+    """
+    key = score_of(results)
+    if key is None:
+        return None
+    images, score = int(results["images"]), results[key]
+    interval = (
+        f" (95 % interval {results[f'{key}_low']:.1f} to {results[f'{key}_high']:.1f})"
+        if f"{key}_low" in results
+        else ""
+    )
+    what = (
+        f"{score:.1f} % of {images:,} validation photos are right"
+        if key == "accuracy"
+        else (f"The mean average precision on {images:,} validation photos is {score:.1f} %")
+    )
+    what += interval
+    probes = (
+        ("over_own_size_probe", "the linear probe at the checkpoint's own image size", "own_size_probe_"),
+        ("over_probe", "the linear probe of its checkpoint", "probe_"),
+    )
+    measured = [each for each in probes if each[0] in results]
+    if warning is not None:
+        return Summary("bad", f"{what}. That is not good enough to use.", warning)
+    if not measured:
+        return _against_constant(results, key, what)
+    name, rival, prefix = min(measured, key=lambda each: results[each[0]])
+    difference, low, high = (results[f"{name}{end}"] for end in ("", "_low", "_high"))
+    gap = f"difference {difference:+.1f}, 95 % interval {low:+.1f} to {high:+.1f}"
+    beside = f"{rival} has {results[prefix + key]:.1f} % ({gap})"
+    if low > 0:
+        few = f" With {FEW_IMAGES} validation photos or more the interval gets narrower." if images < FEW_IMAGES else ""
+        return Summary(
+            "good",
+            f"{what}, clearly more than the probe.",
+            f"{beside[0].upper()}{beside[1:]}. Look at the worst photos below: "
+            f"wrong labels cost most now. Then label new photos with predict.{few}",
+        )
+    return Summary(
+        "level",
+        f"{what}, no clear difference to the probe.",
+        f"{beside[0].upper()}{beside[1:]}. "
+        "A frozen trunk (--trunk frozen) is as good and takes a fraction of the time. More labelled photos, "
+        "a better checkpoint (--init) or more pixels (--size) help more than more steps.",
+    )
+
+
+def _against_constant(results: Mapping[str, float], key: str, what: str) -> Summary:
+    """A verdict where no probe was computed."""
+    name = "majority_accuracy" if key == "accuracy" else "chance_map"
+    rival = "the most frequent class" if key == "accuracy" else "guessing"
+    if name not in results:
+        return Summary(
+            "level", f"{what}. Nothing to compare with was measured.", "Compare with the probe command below."
+        )
+    better = results.get(f"{key}_low", results[key]) > results[name]
+    return Summary(
+        "good" if better else "level",
+        f"{what}; {rival} has {results[name]:.1f} %.",
+        "No probe of the checkpoint was computed, so it is not known whether fine-tuning helped. The probe command "
+        "below tells.",
+    )
 
 
 # ------------------------------------------------------------------------------------ against guessing

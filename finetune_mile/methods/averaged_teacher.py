@@ -4,6 +4,8 @@ Every step has labelled and unlabelled images. The teacher sees a weak view of t
 probability is at least `confidence` is their label; images without one do not count. The learner is trained on the
 strong view of these images, and on the weak view of the labelled ones with their given labels.
 
+With `renew` the teacher is MILe's instead: a copy of the learner (Algorithm 1), taken anew so many times.
+
 The parts: an averaged teacher after fine-tuning (Semi-ViT, Cai et al. 2022); labels by confidence, weak and strong
 views (FixMatch, Sohn et al. 2020); alignment with the label frequencies (ReMixMatch, Berthelot et al. 2020).
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -34,6 +36,17 @@ class Block(Section):
     confidence: Rho = Field(default=0.5, description="least probability of a label; images without one do not count")
     align: bool = Field(default=True, description="move the teacher's outputs until their mean is that of the labels")
     weight: float = Field(default=1.0, gt=0, description="of the loss on unlabelled images, beside that on labelled")
+    targets: Literal["sets", "best", "soft"] = Field(
+        default="sets",
+        description="sets: with bce every class of that confidence; best: the best class alone; soft: probabilities, "
+        "and every image counts",
+    )
+    rest: Literal["ignored", "negative"] = Field(
+        default="ignored", description="images without a label; negative: they are trained towards no class, as MILe's"
+    )
+    renew: int | None = Field(
+        default=None, gt=0, description="null: the teacher is the running average; N: a copy, taken anew N times"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,31 +55,40 @@ class Confident:
 
     confidence: float
     align: bool
+    targets: str
+    every: bool  # unlabelled images without a label count, too
     labelled_weight: float
     unlabelled_weight: float
 
     def labels(self, teacher_logits: Tensor, loss: Loss) -> Tensor:
-        """Labels (B, C): the best class, or with BCE every class, of that confidence; a row of zeros does not count."""
+        """Labels (B, C): the best class, or with BCE every class, of that confidence; a row of zeros has none."""
         logits = teacher_logits.float()
-        if loss == "bce":
-            return (logits.sigmoid() >= self.confidence).float()
-        best, which = logits.softmax(1).max(1, keepdim=True)
+        probabilities = logits.sigmoid() if loss == "bce" else logits.softmax(1)
+        if self.targets == "soft":
+            return probabilities
+        if loss == "bce" and self.targets == "sets":
+            return (probabilities >= self.confidence).float()
+        best, which = probabilities.max(1, keepdim=True)
         return logits.new_zeros(logits.shape).scatter(1, which, (best >= self.confidence).float())
 
 
 def phases(block: Block, budget: Budget) -> list[Phase]:
-    """One imitation over the complete budget."""
+    """One imitation over the complete budget; with `renew` one for each copy that is the teacher."""
     share = budget.labelled_share
     assert share is not None, "`check` asks for it"
     values = Confident(
-        confidence=block.confidence, align=block.align, labelled_weight=1 / share,
-        unlabelled_weight=block.weight / (1 - share),
+        confidence=block.confidence, align=block.align, targets=block.targets, every=block.rest == "negative",
+        labelled_weight=1 / share, unlabelled_weight=block.weight / (1 - share),
     )  # fmt: skip
+    count = min(block.renew or 1, budget.total_steps)
     return [
         Phase(
-            name="imitation", generation=0, steps=budget.total_steps, start="init", becomes=("student",),
+            name="imitation", generation=number, start="learner" if number else "init", continues=number > 0,
+            steps=budget.total_steps // count + (number < budget.total_steps % count),
+            becomes=("student",) if block.renew is None else ("teacher", "student"),
             loss=block.loss, pool=budget.pool, given=False, given_weak=True, values=values,
         )
+        for number in range(count)
     ]  # fmt: skip
 
 
@@ -83,7 +105,7 @@ def loss(phase: Phase, logits: Tensor, targets: Tensor, step: StepView) -> Tenso
     values: Confident = phase.values
     labelled = step.given.any(1)
     goal = torch.where(labelled.unsqueeze(1), step.given, targets)
-    weights = torch.where(labelled, values.labelled_weight, values.unlabelled_weight * targets.any(1))
+    weights = torch.where(labelled, values.labelled_weight, values.unlabelled_weight * (targets.any(1) | values.every))
     return (weights * LOSSES[phase.loss](logits, goal, step.class_weights)).mean()
 
 
@@ -146,12 +168,18 @@ class State(MethodState):
 
 def check(block: Block, recipe: Any) -> list[str]:
     """What does not go together."""
-    del block
     return [
         sentence
         for wrong, sentence in (
             (recipe.labelled_share is None, "method averaged-teacher needs labelled_share, for example 0.33"),
-            (recipe.optimizer.ema is None, "method averaged-teacher needs optimizer.ema, for example 0.99"),
+            (
+                recipe.optimizer.ema is None and block.renew is None,
+                "method averaged-teacher needs optimizer.ema, for example 0.99",
+            ),
+            (
+                block.rest == "negative" and block.loss == "cross_entropy",
+                "averaged_teacher.rest: negative needs loss: bce: with cross_entropy an image has a label",
+            ),
             (recipe.trunk == "frozen", "method averaged-teacher does not go with --trunk frozen: nothing would move"),
         )
         if wrong
@@ -161,7 +189,8 @@ def check(block: Block, recipe: Any) -> list[str]:
 def traits(block: Block) -> Traits:
     """Outputs are read as the loss trains them."""
     activation: Activation = "softmax" if block.loss == "cross_entropy" else "sigmoid"
-    return Traits(activation=activation, rho=block.confidence, teacher="average")
+    teacher: Literal["snapshot", "average"] = "average" if block.renew is None else "snapshot"
+    return Traits(activation=activation, rho=block.confidence, teacher=teacher)
 
 
 METHOD = Method(

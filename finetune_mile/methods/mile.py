@@ -48,7 +48,7 @@ class Block(Section):
     warmup: Amount | Literal[0] = Field(description="interaction before the first generation; 0: none")
     last: Amount | Literal["rest"] | None = Field(
         default=None,
-        description="the last imitation, where it differs from k_s; rest: k_s and the steps that fill no generation",
+        description="length of the last imitation; rest: k_s and the steps that fill no generation; null: k_s",
     )
     rho: Annotated[float | str, AfterValidator(_rho_or_auto)] = Field(
         description="threshold on the teacher's sigmoids; auto: --method auto"
@@ -61,7 +61,7 @@ class Block(Section):
     targets: Literal["threshold", "argmax", "soft"] = Field(
         default="threshold", description="MILe is `threshold`; the others are controls"
     )
-    union: bool = Field(description="OR the given label into the teacher's")
+    union: bool = Field(description="add the given label to the teacher's")
     empty: Literal["negative", "argmax"] = Field(description="what an empty label set trains towards")
     optimizer_state: Literal["keep", "reset"] = Field(description="momentum when weights are swapped")
 

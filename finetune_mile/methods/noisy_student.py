@@ -14,7 +14,7 @@ class Block(Imitation):
     """Interaction, then long imitations from fresh weights."""
 
     interaction: Amount = Field(description="steps on the given labels before the first imitation")
-    generations: int = Field(ge=1)
+    generations: int = Field(ge=1, description="how many students, each the teacher of the next")
 
 
 def phases(block: Block, budget: Budget) -> list[Phase]:

@@ -92,14 +92,18 @@ Rho = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_a_number)]
 class Imitation(Section):
     """What noisy-student, self-distill and distill imitate."""
 
-    targets: Literal["threshold", "argmax", "soft"]
-    loss: Loss
+    targets: Literal["threshold", "argmax", "soft"] = Field(
+        description="labels above rho, the best class alone, or all probabilities"
+    )
+    loss: Loss = Field(description="bce: each class by itself; cross_entropy: the classes compete")
     rho: Rho = Field(description="for `threshold`; also what f1@rho is read at")
     temperature: float = Field(
         gt=0, description="for `soft`: divides the logits of teacher and student; the loss is multiplied by its square"
     )
-    union: bool
-    pseudo_labels: Literal["batch", "cycle"]
+    union: bool = Field(description="add the given label to the teacher's")
+    pseudo_labels: Literal["batch", "cycle"] = Field(
+        description="label each augmented batch, or the plain images once per generation"
+    )
 
     @property
     def rule(self) -> Rule:

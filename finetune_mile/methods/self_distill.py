@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from finetune_mile.core.types import Amount
 from finetune_mile.learning.phases import Budget, Phase
 from finetune_mile.methods import Method
@@ -11,7 +13,7 @@ from finetune_mile.methods.pseudo_labels import Imitation, fresh_imitations, imi
 class Block(Imitation):
     """Interaction, then one imitation of it from fresh weights."""
 
-    interaction: Amount
+    interaction: Amount = Field(description="steps on the given labels before the imitation")
 
 
 def phases(block: Block, budget: Budget) -> list[Phase]:

@@ -64,7 +64,7 @@ _SUFFIX: dict[str, dict[str, object]] = {
     "v1": {"stride_first": True},
 }
 _BASE = re.compile(
-    r"(?P<wide>wide_)?resne(?P<x>x)?t(?P<depth>\d+)(?:w(?P<w>\d+)|_(?:(?P<g>\d+)x(?P<d>\d+)d|(?P<n>\d+)))?"
+    r"(?P<wide>wide_)?resne(?P<x>x)?t(?P<depth>\d{1,3})(?:w(?P<w>\d{1,2})|_(?:(?P<g>\d{1,3})x(?P<d>\d{1,3})d|(?P<n>\d{1,2})))?"
 )
 
 

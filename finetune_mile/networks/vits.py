@@ -26,13 +26,20 @@ SIZES = {
 _SHORT = re.compile(rf"vit(?:_({'|'.join(size for size, *_ in SIZES.values())}))?")
 # timm's modules whose networks have parameters and norms alone, no tensors that they compute
 _PLAIN = ("timm.models.vision_transformer", "timm.models.convnext", "timm.models.deit")
-_MOST = 2**16  # of any size in a network's name: a config must not ask for a network without end
+_MOST, _DEEPEST = 2**13, 256  # of any size in a network's name, and of blocks: a config asks for no endless network
 
 
 def _whole(text: str) -> int:
     if not re.fullmatch(r"\d{1,6}", text) or not 0 <= int(text) <= _MOST:
         raise ValueError
     return int(text)
+
+
+def _depth(text: str) -> int | tuple[int, ...]:
+    depths = _wholes(text)
+    if (max(depths) if isinstance(depths, tuple) else depths) > _DEEPEST:
+        raise ValueError
+    return depths
 
 
 def _wholes(text: str) -> int | tuple[int, ...]:
@@ -64,7 +71,7 @@ OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "img": ("img_size", _whole),
     "patch": ("patch_size", _whole),
     "dim": ("embed_dim", _whole),
-    "depth": ("depth", _whole),
+    "depth": ("depth", _depth),
     "mlp": ("mlp_ratio", _number),
     "scale": ("init_values", _number),  # layer scale, and its initial value
     "cls": ("class_token", lambda text: bool(_whole(text))),
@@ -73,7 +80,7 @@ OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "pool": ("global_pool", _word("token", "avg", "max", "avgmax", "map")),
     "fcnorm": ("fc_norm", lambda text: bool(_whole(text))),  # 1: the norm comes after the pooling
     "act": ("act_layer", _word("gelu", "quick_gelu", "gelu_tanh", "relu", "silu")),
-    "depths": ("depths", _wholes),  # of ConvNeXt and Swin, for each stage
+    "depths": ("depths", _depth),  # of ConvNeXt and Swin, for each stage
     "dims": ("dims", _wholes),
     "window": ("window_size", _whole),
 }
@@ -170,13 +177,20 @@ def build_timm(arch: str) -> nn.Module:
     return network
 
 
-def build_empty(arch: str) -> nn.Module:
-    """Build a network of timm to be filled: without storage (meta device), where a file holds all of its tensors."""
+def build_empty(arch: str, most: int) -> nn.Module:
+    """Build a network of timm to be filled: without storage (meta device), where a file holds all of its tensors.
+
+    Some networks compute tensors of their own and are built with random weights, unless they have more than `most`.
+    """
     import timm
 
-    if timm.model_entrypoint(split_timm(arch)[0]).__module__ not in _PLAIN:
+    try:
+        with torch.device("meta"):
+            network = build_timm(arch)
+    except (RuntimeError, TypeError):  # it computes with its own tensors while it is built
         return build_timm(arch)
-    with torch.device("meta"):
-        network = build_timm(arch)
+    if sum(tensor.numel() for tensor in (*network.parameters(), *network.buffers())) > most:
+        return network  # comparing it with the file says what is missing
     computed = {name for name, _ in network.named_buffers()} - network.state_dict().keys()
-    return build_timm(arch) if computed else network
+    plain = timm.model_entrypoint(split_timm(arch)[0]).__module__ in _PLAIN
+    return network if plain and not computed else build_timm(arch)

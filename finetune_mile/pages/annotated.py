@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from itertools import count
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import matplotlib
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from finetune_mile.core.problems import BadImage, Failed
+from finetune_mile.core.files import write_whole
+from finetune_mile.core.problems import LONGEST_SHOWN, BadImage, Failed, inert
 from finetune_mile.images.scans import ENDINGS
 from finetune_mile.images.sets import ImageSet
 from finetune_mile.measures.labels import Labels
@@ -48,8 +50,10 @@ def annotate(image: Tensor, labels: Labels, path: Path) -> None:
     draw = ImageDraw.Draw(picture)
     for row, (label, p, _) in enumerate(labels[:MOST_DRAWN]):
         left, top = size // 2, size // 2 + row * (size * 3 // 2)
-        text = f"{label} {p:.2f}"
+        text = f"{inert(label, LONGEST_SHOWN)} {p:.2f}"
         draw.rectangle((left, top, left + draw.textlength(text, font) + size // 2, top + size * 4 // 3), fill="black")
         draw.text((left + size // 4, top), text, fill="white", font=font)
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(path, quality=92)
+    content = io.BytesIO()
+    picture.save(content, Image.registered_extensions()[path.suffix.lower()], quality=92)
+    write_whole(path, content.getvalue())

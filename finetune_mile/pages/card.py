@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Mapping
 from pathlib import PureWindowsPath
 from typing import Any, Literal
 
 import yaml
 from jinja2 import Environment, PackageLoader
+
+from finetune_mile.core.problems import inert
 
 Form = Literal["own", "timm", "hf", "onnx", "torch"]
 MEASURES = (
@@ -24,7 +28,21 @@ MEASURES = (
 )
 LIBRARY = {"own": "finetune_mile", "timm": "timm", "hf": "transformers", "onnx": "onnx", "torch": "pytorch"}
 UNKNOWN = dict.fromkeys(("method", "data", "init", "licence"), "unknown")
+LONGEST_FACT = 200  # characters
+
+
+def prose(value: object, most: int = LONGEST_FACT) -> str:
+    """A fact as plain text in Markdown: no HTML, no link, no picture, on one line."""
+    return re.sub(r"([\\`*\[\]|~])", r"\\\1", html.escape(inert(str(value), most), quote=False))
+
+
+def code(value: object) -> str:
+    """A fact inside backticks or a block of code, where only a backtick or a line's end would end it."""
+    return inert(str(value), LONGEST_FACT).replace("`", "'")
+
+
 TEMPLATES = Environment(loader=PackageLoader("finetune_mile.pages"), trim_blocks=True, keep_trailing_newline=True)
+TEMPLATES.filters |= {"prose": prose, "code": code}
 
 
 def public_name(init: str) -> str:

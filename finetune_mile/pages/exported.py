@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 
 from finetune_mile.checkpoints import exporting
 from finetune_mile.checkpoints.loading import Opened
-from finetune_mile.core.files import write_json
+from finetune_mile.core.files import begun, read_scores, write_json, write_whole
 from finetune_mile.pages.card import Form, model_card
 
 PROGRAMS = {"onnx": "model.onnx", "torch": "model.pt2"}
-PART = ".part"  # in the folder, until everything is checked
 NOTES = (
     "arch", "classes", "activation", "threshold", "thresholds", "size", "crop", "interpolation", "antialias", "mean",
     "std",
@@ -35,17 +33,8 @@ def export(opened: Opened, out: Path, form: Form, *, run: Path, pixels: bool = F
     Returns:
         By how much the logits differ from ours.
     """
-    part, made = out / PART, not out.exists()
-    try:
-        part.mkdir(parents=True)
-        worst = _write(opened, part, form, run, pixels)
-        for path in sorted(part.iterdir(), key=lambda path: path.name == "README.md"):
-            path.rename(out / path.name)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-        if made and out.is_dir() and not any(out.iterdir()):
-            out.rmdir()
-    return worst
+    with begun(out) as part:
+        return _write(opened, part, form, run, pixels)
 
 
 def _write(opened: Opened, part: Path, form: Form, run: Path, pixels: bool) -> float:
@@ -77,7 +66,7 @@ def _write(opened: Opened, part: Path, form: Form, run: Path, pixels: bool) -> f
     if form in PROGRAMS:
         write_json(part / "config.json", {key: config[key] for key in (*NOTES, "num_classes") if key in config})
     card = model_card(config, _results(run), form, call=call, pixels=pixels)
-    (part / "README.md").write_text(card, encoding="utf-8")
+    write_whole(part / "README.md", card)
     return worst
 
 
@@ -95,6 +84,5 @@ def _results(run: Path) -> dict[str, float]:
     """results.json of a run, given by its folder, its export or the file there; empty where there is none."""
     for folder in (run, run.parent, run.parent.parent):
         if (folder / "results.json").is_file() and (folder / "recipe.yaml").is_file():
-            results: dict[str, float] = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-            return results
+            return read_scores(folder / "results.json")
     return {}

@@ -4,42 +4,62 @@ from __future__ import annotations
 
 import base64
 import io
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, select_autoescape
+from markupsafe import Markup
 from PIL import Image
 from torch import Tensor
 
 from finetune_mile.config.resolve import to_yaml
-from finetune_mile.core.files import whole_file
+from finetune_mile.core.files import write_whole
+from finetune_mile.core.times import bookkeeping, duration, time_rows
 from finetune_mile.images.bad_images import say_skipped, say_unreadable
 from finetune_mile.images.pipeline import centre_view
 from finetune_mile.images.splits import label_names
 from finetune_mile.measures import closing_rows
 from finetune_mile.measures.labels import best_and_above, say_threshold
 from finetune_mile.measures.predictions import pick_probe
+from finetune_mile.measures.verdicts import verdict
+from finetune_mile.pages.curves import charts_of, imitations
+from finetune_mile.pages.findings import calibration, changed_settings, confusions, score_rows, threshold_curves
+from finetune_mile.pages.photos import photos
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
     from finetune_mile.compute.passes import Outputs
-    from finetune_mile.images.sets import Data
     from finetune_mile.training.finish import Scored
     from finetune_mile.training.folder import RunFolder
     from finetune_mile.training.task import Task
 
 INK, TEACHER, STUDENT = "#333333", "#d95f02", "#1b7fb5"
-GALLERY, MOST_FOUND = 18, 6  # images, and labels of each
+GALLERY, MOST_FOUND = 18, 2  # of the gallery of trackers: images, and labels of each
 CLASS_COLUMNS = {  # of per_class.csv, in the table of classes
     "given": "images", "accuracy": "accuracy, %", "taken_for": "most often taken for", "true": "images with it",
     "average_precision": "average precision, %",
     "precision@0.25": "precision at 0.25, %", "recall@0.25": "recall, %", "f1@0.25": "F1, %",
 }  # fmt: skip
-MOST_CLASSES = 1000  # in that table
-TEMPLATES = Environment(loader=PackageLoader("finetune_mile.pages"), autoescape=select_autoescape())
+MOST_CLASSES, MOST_GATES = 1000, 12  # in that table; and decisions of `auto` that are told
+KINDS = (  # of photos: which, title, sentence
+    ("worst", "The worst", "The model is sure of what is not given: wrong labels, or classes that are alike."),
+    ("doubtful", "The most doubtful", "The model can hardly decide. More photos like these, with labels, help most."),
+    ("best", "The best", "What the model is right about and surest of."),
+)  # fmt: skip
+LOADER = PackageLoader("finetune_mile.pages")
+TEMPLATES = Environment(loader=LOADER, autoescape=select_autoescape())
+
+
+def raw(name: str) -> Markup:
+    """The text of a file beside the templates, as it is: a style, or a script of ours or of uPlot's."""
+    return Markup(LOADER.get_source(TEMPLATES, name)[0])
+
+
+TEMPLATES.globals["raw"] = raw
 
 
 def render(template: str, **values: object) -> str:
@@ -48,8 +68,7 @@ def render(template: str, **values: object) -> str:
 
 
 def write_page(path: Path, template: str, **values: object) -> None:
-    with whole_file(path) as part:
-        part.write_text(render(template, **values), encoding="utf-8")
+    write_whole(path, render(template, **values).encode("utf-8", "backslashreplace"))  # names of files
 
 
 def data_url(png: bytes) -> str:
@@ -62,29 +81,120 @@ def data_url(png: bytes) -> str:
 
 def write_report(task: Task, scored: Scored, folder: RunFolder) -> None:
     """Write report.html into the run folder."""
-    results = scored.results
+    write_page(folder.path / "report.html", "report.html", **report_values(task, scored, folder))
+
+
+def report_values(task: Task, scored: Scored, folder: RunFolder) -> dict[str, Any]:
+    """What templates/report.html shows."""
+    results, recipe, data, measured = scored.results, task.recipe, task.data, scored.measured
     unread = [say_skipped(int(results["bad_images"]), Path("bad_images.csv"))] if results.get("bad_images") else []
-    unread += [say_unreadable(task.data.unreadable)] if task.data.unreadable else []
-    records = folder.metrics()
-    plots = {"loss": loss_plot(records), "generations": generation_plot(records), "gate": gate_plot(records)}
-    write_page(
-        folder.path / "report.html",
-        "report.html",
-        title=folder.path.name,
-        warning=scored.warning,
-        recipe=task.recipe,
-        data=task.data.name,
-        rows=closing_rows(results, task.recipe.method),
-        per_class={name: class_rows(task.data.classes, table) for name, table in scored.tables.items()},
-        notes=[*scored.notes, *unread],
-        plots={name: data_url(png_of_figure(figure)) for name, figure in plots.items() if figure is not None},
-        verdicts=[r for r in records if r["kind"] == "gate"],
-        gallery=gallery(task, scored.shown, scored.threshold),
-        threshold=say_threshold(scored.threshold),
-        has_truth=task.data.val.truth is not None,
-        settings=to_yaml(task.recipe),
-        info=folder.info,
+    unread += [say_unreadable(data.unreadable)] if data.unreadable else []
+    records, seconds = folder.metrics(), float(folder.info.get("seconds", 0.0))
+    several = recipe.activation == "sigmoid" or data.val.given.ndim == 2
+    readable = scored.outputs.readable.nonzero().flatten()
+    times, threshold = folder.info.get("times", {}), scored.threshold
+    own = float(threshold.mean()) if isinstance(threshold, Tensor) else threshold
+    values = {
+        **about_run(task, folder),
+        "verdict": verdict(results, scored.warning),
+        "scores": score_rows(results),
+        "notes": [note for note in [*scored.notes, *unread] if "_" not in note],
+        "keys": [note for note in [*scored.notes, *unread] if "_" in note],  # about keys of results.json
+        "rows": closing_rows(results, recipe.method),
+        "charts": charts_of(records, results, task.plan.phases),
+        "bands": imitations(task.plan.phases),
+        "gate": [say_gate(r) for r in records if r["kind"] == "gate"][-MOST_GATES:],
+        "confusion": confusions(measured, data.classes),
+        "several": several,
+        "extra": several and data.val.given.ndim == 1 and data.val.truth is None,
+        "photos": photos(data.val, readable, measured, data.classes, threshold),
+        "kinds": KINDS,
+        "thresholds": threshold_curves(measured) if several else {},
+        "own_threshold": f"{own:.2f}",
+        "own_words": f"as predict: labels above {say_threshold(threshold)}, and always the best one",
+        "per_class": {name: class_rows(data.classes, table) for name, table in scored.tables.items()},
+        "calibration": say_calibration(calibration(measured)),
+        "times": [(*row, duration(row[1])) for row in time_rows(times, seconds)],
+        "bookkeeping": bookkeeping(times, seconds),
+        "duration": duration(seconds),
+        "changed": changed_settings(task.requested),
+        "commands": commands(task, folder.path),
+    }
+    return values | {"sections": sections(values)}
+
+
+def about_run(task: Task, folder: RunFolder) -> dict[str, Any]:
+    """What was trained, on what."""
+    recipe, data = task.recipe, task.data
+    return {
+        "title": folder.path.name,
+        "method": METHOD_NAMES.get(recipe.method, recipe.method),
+        "init": recipe.init,
+        "data": data.name,
+        "labels": len(task.pools.indices["labelled"]),
+        "classes": data.classes,
+        "images": len(data.val),
+        "steps": recipe.steps,
+        "size": task.preprocess.size,
+        "seed": recipe.seed,
+        "speed": folder.info.get("images_per_second"),
+        "settings": to_yaml(recipe),
+    }
+
+
+SECTIONS = (  # id, what it needs, name
+    ("scores", "scores", "Score"), ("curves", "charts", "Curves"), ("mistakes", "confusion", "Mistakes"),
+    ("photos", "photos", "Photos"), ("classes", "per_class", "Classes"), ("calibration", "calibration", "Calibration"),
+    ("time", "times", "Time"), ("settings", "settings", "Settings"), ("commands", "commands", "Go on"),
+)  # fmt: skip
+METHOD_NAMES = {"mile": "MILe", "auto": "MILe with its own threshold (auto)", "wan": "weak negatives (wan)"}
+
+
+def sections(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """The parts of the page that there are: id and name."""
+    return [(place, name) for place, key, name in SECTIONS if values[key]]
+
+
+def say_gate(record: dict[str, Any]) -> str:
+    """A decision of `auto` before an imitation, with what it was decided by."""
+    v, g = record["v"], record["g"]
+    return (
+        f"Step {record['step']:,}: {'labels were added' if record['open'] else 'no labels were added'}. "
+        f"v {v:.2f} ± {v * record['v_error']:.2f}, g {g:.2f} ± {record['g_error']:.2f}, "
+        f"{record['labels_found']:.1f} labels found per photo (docs/auto.md)."
     )
+
+
+def say_calibration(found: dict[str, Any]) -> dict[str, Any]:
+    """With a sentence about it."""
+    if not found:
+        return {}
+    what, over, gap = "labels" if found["sets"] else "photos", found["over"], found["gap"]
+    lean = (
+        "It is too sure of itself"
+        if over > 2
+        else "It is less sure than it could be"
+        if over < -2
+        else "On average it is neither too sure nor too doubtful"
+    )
+    return found | {
+        "words": f"{lean}: what it says and the share of {what} that is right differ by {gap:.0f} points in the mean."
+    }
+
+
+def commands(task: Task, path: Path) -> list[tuple[str, str]]:
+    """What to do with a run: a sentence and a command each."""
+    run, recipe, command = str(path), task.recipe, "finetune-mile"
+    probe = ["probe", "--init", recipe.init, "--data", recipe.data, "--fraction", f"{recipe.fraction:g}"]
+    listed = [
+        ("Label new photos", ["predict", run, "IMAGES"]),
+        ("Score it on other photos, with intervals", ["eval", "--model", f"run:{run}", "--data", "folder:OTHER"]),
+        ("Compare it with another run on one page", ["report", run, "OTHER-RUN"]),
+        ("Train on the validation photos too, when all is chosen", ["run", "--resume", run, "--refit"]),
+        ("Write it for ONNX (or timm, hf, torch)", ["export", run, "--to", "onnx", "--out", f"{path.name}-onnx"]),
+    ]
+    listed += [("What the checkpoint alone can do", probe)] if recipe.init != "none" else []
+    return [(text, shlex.join([command, *words])) for text, words in listed]
 
 
 def class_rows(classes: tuple[str, ...], table: dict[str, Tensor]) -> list[dict[str, str]]:
@@ -127,24 +237,8 @@ def png_of_figure(figure: Figure) -> bytes:
     return stream.getvalue()
 
 
-def loss_plot(records: list[dict[str, Any]]) -> Figure | None:
-    """The training loss; the colour tells whether the teacher or the student was trained."""
-    lines = [r for r in records if r["kind"] == "train"]
-    if not lines:
-        return None
-    figure, (axis,) = plot_figure(1, "training loss")
-    figure.set_size_inches(9.2, 2.6)
-    for phase, colour, who in (("interaction", TEACHER, "interaction (T)"), ("imitation", STUDENT, "imitation (S)")):
-        mine = [r for r in lines if r["phase"] == phase]
-        if mine:
-            axis.plot([r["step"] for r in mine], [r["loss"] for r in mine], ".", ms=3, color=colour, label=who)
-    axis.plot([r["step"] for r in lines], [r["loss"] for r in lines], "-", lw=0.5, color=INK, alpha=0.4)
-    axis.legend(frameon=False, fontsize=8)
-    return figure
-
-
 def generation_plot(records: list[dict[str, Any]]) -> Figure | None:
-    """Accuracy and F1 of teacher and student at the end of their phases, and the teacher's labels."""
+    """For trackers: accuracy and F1 of teacher and student at the end of their phases, and the teacher's labels."""
     evaluations = [r for r in records if r["kind"] == "evaluation"]
     labels = [r for r in evaluations if r.get("labels")]
     names = {"accuracy": "accuracy, %", "map": "mean average precision, %", "f1@0.25": "F1 at 0.25, %"}
@@ -168,60 +262,32 @@ def generation_plot(records: list[dict[str, Any]]) -> Figure | None:
     return figure
 
 
-def gate_plot(records: list[dict[str, Any]]) -> Figure | None:
-    """What `rho: auto` measured before each imitation; a hollow mark is a closed gate."""
-    verdicts = [r for r in records if r["kind"] == "gate"]
-    if not verdicts:
-        return None
-    figure, axes = plot_figure(2, "v and g on the held-out images")
-    axes[1].set_title("labels found per image", loc="left", fontsize=10)
-    steps = [r["step"] for r in verdicts]
-    for axis, key, colour in ((axes[0], "v", TEACHER), (axes[0], "g", STUDENT), (axes[1], "labels_found", INK)):
-        axis.plot(steps, [r[key] for r in verdicts], "-", lw=1, color=colour)
-        for r in verdicts:
-            axis.plot(r["step"], r[key], "o", ms=5, color=colour, mfc=colour if r["open"] else "white")
-        axis.annotate(key.replace("_", " "), (steps[-1], verdicts[-1][key]), (6, 4), textcoords="offset points")
-    return figure
-
-
-def gallery_images(data: Data) -> Tensor:
-    """Which validation images the report shows: indices (n,)."""
-    return pick_probe(len(data.val), GALLERY)
-
-
-def gallery(task: Task, logits: Outputs, threshold: float | Tensor) -> list[dict[str, object]]:
-    """Validation images with the given label, the labels found, and the true ones where known.
+def gallery(task: Task, outputs: Outputs, threshold: float | Tensor) -> list[tuple[NDArray[np.uint8], str]]:
+    """For trackers: some validation images (H, W, 3), with a title of given and found labels.
 
     Args:
         task: of the run.
-        logits: (n, C) on the `gallery_images`.
+        outputs: logits (n, C) of all validation images.
         threshold: least probability of a label; below it the best one is shown, in parentheses.
     """
-    val, classes, picked = task.data.val, task.data.classes, gallery_images(task.data)
-    rows = zip(task.probabilities(logits.rows), logits.readable.tolist(), picked.tolist(), strict=True)
-    shown: list[dict[str, object]] = []
-    for row, readable, index in rows:
-        if not readable:
+    val, classes = task.data.val, task.data.classes
+    shown = []
+    for index in pick_probe(len(val), GALLERY).tolist():
+        if not outputs.readable[index]:
             continue
-        truth = None if val.truth is None else set(val.truth[index].nonzero().flatten().tolist())
-        above = row > threshold
-        best = best_and_above(row, threshold)[:MOST_FOUND]
-        predicted = [
-            {"text": f"{classes[c]} {row[c]:.2f}" if above[c] else f"({classes[c]} {row[c]:.2f})",
-             "right": None if truth is None else c in truth}
-            for c in best
-        ]  # fmt: skip
+        (row,) = task.probabilities(outputs.rows[index : index + 1])
+        found = [
+            f"{classes[c]} {row[c]:.2f}" if above else f"({classes[c]} {row[c]:.2f})"
+            for c, above in ((c, bool((row > threshold)[c])) for c in best_and_above(row, threshold)[:MOST_FOUND])
+        ]
         (names,) = label_names(val.given[index : index + 1], classes)
-        missed = [] if truth is None else [classes[c] for c in sorted(truth - set(best))]
-        picture = data_url(png_of(centre_view(val.read(index), task.preprocess)))
-        shown.append(
-            {"picture": picture, "given": ", ".join(names) or "no label", "found": predicted, "missed": missed}
-        )
+        picture = centre_view(val.read(index), task.preprocess).permute(1, 2, 0).numpy()
+        shown.append((picture, f"given {', '.join(names) or 'no label'}\nfound {', '.join(found)}"))
     return shown
 
 
-def gallery_figure(items: list[dict[str, Any]]) -> Figure | None:
-    """The images of `gallery` in one figure, each with its given label and the labels found."""
+def gallery_figure(items: list[tuple[NDArray[np.uint8], str]]) -> Figure | None:
+    """The images of `gallery` in one figure, each with its title."""
     from matplotlib.figure import Figure
 
     if not items:
@@ -229,12 +295,11 @@ def gallery_figure(items: list[dict[str, Any]]) -> Figure | None:
     columns = 6
     rows = -(-len(items) // columns)
     figure = Figure(figsize=(2 * columns, 2.5 * rows), layout="constrained")
-    for place, item in enumerate(items, 1):
+    for place, (picture, title) in enumerate(items, 1):
         axis = figure.add_subplot(rows, columns, place)
-        axis.imshow(np.asarray(Image.open(io.BytesIO(base64.b64decode(item["picture"].partition(",")[2])))))
+        axis.imshow(picture)
         axis.axis("off")
-        found = ", ".join(label["text"] for label in item["found"][:2])
-        axis.set_title(f"given {item['given']}\nfound {found}", fontsize=7, parse_math=False)
+        axis.set_title(title, fontsize=7, parse_math=False)
     return figure
 
 

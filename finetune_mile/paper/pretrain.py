@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, get_args
 
 from finetune_mile.config.flags import RESUME, Flags, Parser, RunOptions, number, parse, resumed, verb_parser
 from finetune_mile.config.resolve import resolve_tree
+from finetune_mile.core.console import open_console
+from finetune_mile.core.files import is_finished
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import split_name
 from finetune_mile.paper.pretraining.recipe import Method, Pretrain, ResolvedPretrain, resolve
-from finetune_mile.training.folder import choose_folder, is_finished, resumed_recipe, say_finished
+from finetune_mile.training.folder import choose_folder, resumed_recipe, say_finished
 
 if TYPE_CHECKING:
     from finetune_mile.paper.pretraining.run import PretrainSetup
@@ -100,11 +102,9 @@ def run(options: RunOptions, resolved: ResolvedPretrain, path: Path) -> int:
 
 def describe(resolved: ResolvedPretrain, setup: PretrainSetup, *, full: bool) -> None:
     """Print the run: a few lines, or with `full` also every setting."""
-    from rich.console import Console
-
     from finetune_mile.training.explain import settings_table
 
-    out = Console(stderr=not full, highlight=False, soft_wrap=True)
+    out = open_console(stderr=not full, highlight=False, soft_wrap=True)
     recipe, world = setup.recipe, setup.device.accelerator.num_processes
     if full:
         out.print(settings_table(recipe, resolved.said_by, {}))

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table as RichTable
 
 from finetune_mile.checkpoints.cards import SCRATCH, find_card, list_cards
+from finetune_mile.core.console import open_console
 from finetune_mile.core.problems import Problem
 from finetune_mile.paper.table import settings_of
 from finetune_mile.paper.tables.description import find_table, read_table
@@ -33,7 +33,7 @@ def plan_table(name: str, runs: Path | None, sets: Sequence[str], *, quick: bool
     runs = runs or Path(table.runs)
     jobs = make_jobs(table, runs, settings_of(list(sets)))
     states = states_of(jobs, resolve_all(jobs), runs)
-    with Console(stderr=True).status("timing a few steps ...") as status:
+    with open_console(stderr=True).status("timing a few steps ...") as status:
         prices = price_cells(states, lambda cell: status.update(f"timing {cell} ..."))
     every = Counter(state.job.key.cell for state in states)
     missing = Counter(state.job.key.cell for state in states if state.status != "done")

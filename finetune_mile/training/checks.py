@@ -28,7 +28,7 @@ from finetune_mile.training.explain import schedule_is_given
 from finetune_mile.training.memory import gpu_words, need_of
 from finetune_mile.training.pricing import Pace, Price, find_data, find_weights, price, rehearse, stage, time_words
 from finetune_mile.training.processes import Device, Signals, weight_spread
-from finetune_mile.training.task import Model, Task
+from finetune_mile.training.task import Model, Task, second_cost
 
 MOST_READ = 50_000  # images; of more, near-duplicates are not searched either
 LONGEST = 5.0  # seconds of a timed step
@@ -78,7 +78,7 @@ def check_run(
             text = f"{resolved.recipe.init}: {model.report.arch}; its weights are not here, random ones are used"
             yield Check("load", "-", text)
         pace = rehearse(task, model, device, LONGEST, Path(folder), here=here)
-        cost = price(task.recipe, data, task.pools, task.plan, pace, here=here)
+        cost = price(task.recipe, data, task.pools, task.plan, pace, second=second_cost(task), here=here)
         yield from check_step(task, model, device, pace, cost)
     yield from check_cost(task, model, cost, out)
     # A warning about a recipe of ours that nobody changed would be no advice.

@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from finetune_mile.core.console import PLAIN_SECONDS
+from finetune_mile.core.console import PLAIN_SECONDS, open_console
+from finetune_mile.core.times import duration as duration
 from finetune_mile.measures import CLOSING, closing_rows
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from finetune_mile.measures.intervals import Comparison
 
 
@@ -28,7 +31,7 @@ class Display:
 
         The time left has `after` more steps in it: those of the run that follows a trial.
         """
-        self.console = Console(stderr=True, quiet=not visible)
+        self.console = open_console(stderr=True, quiet=not visible)
         self.total, self.steps_per_epoch, self.after = total_steps, steps_per_epoch, after
         self.unit = "generation" if steps_per_epoch is None else "epoch"
         self._bar: Progress | None = None
@@ -65,7 +68,7 @@ class Display:
 
     def say(self, sentence: str, *, style: str | None = None) -> None:
         """A line above the bar."""
-        self.console.print(sentence, style=style, highlight=False, soft_wrap=True)
+        self.console.print(sentence, style=style, highlight=False, markup=False, soft_wrap=True)
 
     def warn(self, sentence: str) -> None:
         """A warning above the bar."""
@@ -108,25 +111,16 @@ class Display:
 
 def wide_console() -> Console:
     """For tables on stdout: as wide as the terminal, and wide enough where it goes to a file."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=160)
+    console = open_console(highlight=False)
+    return console if console.is_terminal else open_console(highlight=False, width=160)
 
 
 def closing_table(results: dict[str, float], title: str, method: str) -> Table:
     """The results that a reader looks for first."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table = Table(title=escape(title), title_justify="left", show_header=False, box=None, pad_edge=False)
     for key, value, unit, interval, meaning in closing_rows(results, method):
         table.add_row(f"[bold]{key}", f"{value}{unit and ' ' + unit}", f"[dim]{interval}", meaning)
     return table
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that a reader would use."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:,.{1 if seconds < 360_000 else 0}f} h"
 
 
 # ------------------------------------------------------------------------------------ tables of `eval`
@@ -145,7 +139,7 @@ SHOWN = (
 def scores_table(results: Mapping[str, float], about: Mapping[str, Any]) -> Table:
     """The main scores, their intervals and what they mean; `about` the predictions."""
     title = f"{about['model']} on {int(results['images']):,} images of {about['data']}"
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table = Table(title=escape(title), title_justify="left", show_header=False, box=None, pad_edge=False)
     for key in (key for key in SHOWN if key in results):
         meaning, unit = MEANING.get(key, ("F1 at the run's rho", "%"))
         digits = _digits(key)
@@ -157,7 +151,7 @@ def scores_table(results: Mapping[str, float], about: Mapping[str, Any]) -> Tabl
 
 def comparison_table(names: Sequence[str], differences: Mapping[str, Comparison]) -> Table:
     """Two models, paired; positive: the first one is ahead."""
-    table = Table(title=f"A {names[0]} - B {names[1]}, paired", title_justify="left", box=None, pad_edge=False)
+    table = Table(title=escape(f"A {names[0]} - B {names[1]}, paired"), title_justify="left", box=None, pad_edge=False)
     for column in ("", "A", "B", "A - B", "95 %", "A ahead", "B ahead", "p (signs)"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for key in (key for key in SHOWN if key in differences):

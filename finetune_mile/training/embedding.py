@@ -78,10 +78,10 @@ class Embedding:
 
     def everything(
         self, accelerator: Accelerator, signals: Signals, *, path: Path | None = None, views: int = 0
-    ) -> Store:
-        """The features of all images, labelled or not, of one checkpoint."""
+    ) -> tuple[Store, Data]:
+        """The features of all images, labelled or not, of one checkpoint; and the images."""
         data = load_data(self.data, need_labels=False)
-        return self.features(self.inits[0], data, accelerator, signals, path=path, views=views)
+        return self.features(self.inits[0], data, accelerator, signals, path=path, views=views), data
 
 
 FLAGS: Flags = {  # of an `Embedding`, and --format

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ import torch
 from accelerate import Accelerator
 
 from finetune_mile.checkpoints.init import Init
-from finetune_mile.core.files import whole_file, write_json
-from finetune_mile.core.problems import Failed
+from finetune_mile.core.files import begun, utf8_name, whole_file, write_json
+from finetune_mile.core.problems import Failed, warn
 from finetune_mile.images.bad_images import write_list
 from finetune_mile.images.readers import Joined, Picked
 from finetune_mile.images.sets import Data, ImageSet
@@ -119,7 +118,8 @@ def predictions_of(how: Evaluation, source: Init | Path | None, accelerator: Acc
     images = pick_images(data, part)
     if (part == "all" or file_of_run(source, REFITTED)) and accelerator.is_main_process:
         sentence = say_trained_on(images.ids, source)
-        sys.stderr.write(f"warning: {sentence}\n" if sentence else "")
+        if sentence:
+            warn(sentence)
     weights = how.weights if source.flag == "--model" else None
     model = open_classifier(source, weights=weights, num_classes=len(data.classes), seed=how.seed)
     columns = columns_for(model, data.classes, source)
@@ -141,7 +141,7 @@ def predictions_of(how: Evaluation, source: Init | Path | None, accelerator: Acc
     }  # fmt: skip
     good = torch.tensor([i for i in range(len(images)) if i not in bad], dtype=torch.long)
     return Predictions(
-        ids=[images.ids[i] for i in good.tolist()], classes=data.classes,
+        ids=[utf8_name(images.ids[i]) for i in good.tolist()], classes=data.classes,
         logits=logits[good] if columns is None else logits[good][:, columns],
         given=images.given[good], truth=None if images.truth is None else images.truth[good],
         main=None if images.main is None else images.main[good],
@@ -172,29 +172,33 @@ def results_of(how: Evaluation, measured: Measured, predictions: Predictions) ->
 
 def write(how: Evaluation, scored: Evaluated, out: Path) -> None:
     """Write results.json, per_class.csv, eval.json, comparison.json, and logits.parquet if a model made them."""
+    with begun(out) as part:
+        _write(how, scored, out, part)
+        for stale in ("eval.json", "comparison.json", "bad_images.csv"):  # of an evaluation that is overwritten
+            (out / stale).unlink(missing_ok=True)
+
+
+def _write(how: Evaluation, scored: Evaluated, out: Path, part: Path) -> None:
     first, *others = scored.models
     bad = first.about.get("bad_images") or {}
-    out.mkdir(parents=True, exist_ok=True)
-    for stale in ("eval.json", "comparison.json", "bad_images.csv"):
-        (out / stale).unlink(missing_ok=True)
-    write_json(out / "results.json", scored.results)
-    write_per_class(out / PER_CLASS, first.classes, class_table(scored.measured))
+    write_json(part / "results.json", scored.results)
+    write_per_class(part / PER_CLASS, first.classes, class_table(scored.measured))
     if bad:
         split = str(first.about.get("part", ""))
-        write_list(out / "bad_images.csv", [(split, name, reason) for name, reason in bad.items()])
+        write_list(part / "bad_images.csv", [(split, name, reason) for name, reason in bad.items()])
     if how.logits is None:
-        with whole_file(out / "logits.parquet") as part:
-            write_predictions(part, first)
+        with whole_file(part / "logits.parquet") as file:
+            write_predictions(file, first)
     about = first.about | scored.facts | {
         "bad_images": len(bad), "images": len(first.ids), "classes": len(first.classes),
         "logits": str(how.logits or out / "logits.parquet"), "logits_sha256": first.digest(),
         "draws": how.draws, "seed": how.seed, **environment(),
     }  # fmt: skip
-    write_json(out / "eval.json", about)
+    write_json(part / "eval.json", about)
     for other in others if scored.differences else ():
         names = {"a": first.about["model"], "b": other.about["model"]}
         measures = {key: dataclasses.asdict(difference) for key, difference in scored.differences.items()}
-        write_json(out / "comparison.json", names | {"measures": measures})
+        write_json(part / "comparison.json", names | {"measures": measures})
 
 
 def with_truth_of(predictions: Predictions, spec: str) -> Predictions:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import yaml
 from pydantic import BaseModel
-from rich.console import Console
 from rich.table import Table
 
-from finetune_mile.config.resolve import Resolved, flat
+from finetune_mile.config.resolve import Resolved, flat, second_stage
 from finetune_mile.config.schema import Recipe
+from finetune_mile.core.console import open_console
 from finetune_mile.images.bad_images import say_unreadable
 from finetune_mile.images.splits import one_label_each
 from finetune_mile.learning.phases import Phase, trace
-from finetune_mile.training.plan import MOST_LABELS, has_trial, unintended
+from finetune_mile.training.plan import MOST_LABELS, has_trial, labelled_per_batch, unintended
 
 if TYPE_CHECKING:
     from finetune_mile.training.processes import Device
@@ -33,7 +33,7 @@ SHOWN_PHASES, SHOWN_STEPS = 8, 400
 
 def explain(resolved: Resolved, task: Task, model: Model, device: Device, *, full: bool) -> None:
     """Print the run: a few lines, or with `full` also every setting and the first phases."""
-    out = Console(stderr=not full, highlight=False, soft_wrap=True)
+    out = open_console(stderr=not full, highlight=False, soft_wrap=True)
     if full:
         if not out.is_terminal:
             out.width = max(out.width, PIPED_WIDTH)
@@ -81,7 +81,7 @@ def about_data(resolved: Resolved, task: Task) -> Iterator[str]:
         f"{task.num_classes:,} classes, shown at {size} x {size} pixels (--size)"
     )
     unused = int((one_label_each(data.train.given) < 0).sum())
-    if recipe.semi == "none" and unused:
+    if recipe.semi == "none" and unused and second_stage(recipe) is None:
         yield f"        {unused:,} images have no label and are not used; use them with --method mile --semi all"
     if schedule_is_given(resolved):  # else it is the recipe's business
         yield from (f"warning: {text}" for text in unintended(recipe, task.plan, labelled, task.num_classes))
@@ -93,19 +93,21 @@ def about_data(resolved: Resolved, task: Task) -> Iterator[str]:
 def about_training(task: Task, model: Model, device: Device) -> Iterator[str]:
     import torch
 
+    from finetune_mile.training.task import second_cost, second_task
+
     recipe, plan, size = task.recipe, task.plan, task.preprocess.size
     own = None if recipe.init == "none" else model.own_size
     if own is not None and size < own and recipe.trunk != "frozen":
         yield (
             f"note: --size {size} is below the checkpoint's own {own} pixels, which can cost more accuracy than "
-            "fine-tuning brings. Compare with --trunk frozen without --size (docs/own-photos.md has a table)."
+            "fine-tuning brings. Compare with --trunk frozen without --size (docs/own-photos-results.md has a table)."
         )
     if recipe.trunk != "all":
         learning = sum(p.numel() for p in model.learner.parameters() if p.requires_grad)
         way = "on features that are computed once, without augmentation" if recipe.trunk == "frozen" else "on images"
         yield f"trunk   {recipe.trunk}: {learning:,} parameters learn, {way}"
     if recipe.head_init == "probe":
-        rate = f", the learning rate of each tensor is {recipe.optimizer.lr:g} of its size"
+        rate = f". The learning rate of each tensor is {recipe.optimizer.lr:g} of its size"
         yield (
             "start   the classifier is a linear probe of the labelled images"
             f"{', batch norm is frozen' if recipe.batch_norm == 'frozen' else ''}"
@@ -116,14 +118,29 @@ def about_training(task: Task, model: Model, device: Device) -> Iterator[str]:
     yield (
         f"method  {recipe.method}{variant_of(recipe)}: {plan.total_steps:,} steps = "
         f"{plan.total_steps / plan.steps_per_epoch:.1f} epochs in {len(plan.phases)} phase"
-        f"{'s' if len(plan.phases) > 1 else ''}, "
-        f"{plan.total_steps - imitation:,} on given labels (interaction), {imitation:,} on the teacher's (imitation)"
+        f"{'s' if len(plan.phases) > 1 else ''}; "
+        f"{plan.total_steps - imitation:,} steps on given labels (interaction), {imitation:,} on the teacher's "
+        "(imitation)"
     )
+    if (then := second_task(task)) is not None:
+        cost = second_cost(task) / plan.total_steps
+        yield f"then    {about_second(then)}: {cost:.1f} times the computing of the steps before (docs/unlabelled.md)"
     world, parts, threads = device.accelerator.num_processes, int(recipe.accumulate), torch.get_num_threads()
     yield (
         f"batch   {recipe.batch_size} images = {world} process{'es' if world > 1 else ''} x {parts} "
         f"part{'s' if parts != 1 else ''} x {recipe.batch_size // (world * parts)} images, on "
-        f"{device.accelerator.device} with {threads} thread{'s' if threads > 1 else ''}, precision {recipe.precision}"
+        f"{device.accelerator.device} with {threads} thread{'s' if threads > 1 else ''} (FINETUNE_MILE_THREADS sets "
+        f"another number), precision {recipe.precision}"
+    )
+
+
+def about_second(then: Task) -> str:
+    """A second stage in one line."""
+    recipe, count = then.recipe, len(then.pools.indices["unlabelled"])
+    labelled = labelled_per_batch(recipe)
+    return (
+        f"{recipe.method}: {then.plan.total_steps:,} steps, each with {labelled} labelled images and "
+        f"{recipe.batch_size - labelled} of the {count:,} without a label"
     )
 
 
@@ -148,10 +165,10 @@ def variant_of(recipe: Recipe) -> str:
 def how_far(recipe: Recipe, labelled: int) -> str:
     """What decides how far the weights of a run with so many labels go; empty where they go all the way."""
     if has_trial(recipe, labelled):
-        return ", a trial decides how far the weights go from the first to the last ones"
+        return ". A trial decides how far the weights go from the first to the last ones"
     if recipe.keep == "best" and labelled <= MOST_LABELS:
         return (
-            f", {labelled:,} labels are too few for a trial: the result is halfway between the first and the last "
+            f". {labelled:,} labels are too few for a trial: the result is halfway between the first and the last "
             "weights"
         )
     return ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +24,25 @@ from torch import Tensor, nn
 
 from finetune_mile.checkpoints.loading import LoadReport
 from finetune_mile.compute.passes import Outputs, keys_of, show, stream
-from finetune_mile.compute.rows import BAD, MISSING, Dtype, begin, check_store, kept_stores, preallocate, reuse
+from finetune_mile.compute.rows import (
+    BAD,
+    Dtype,
+    Writer,
+    begin,
+    check_room,
+    clear,
+    examined,
+    kept_stores,
+    key_of,
+    preallocate,
+    reuse,
+    unfit,
+)
 from finetune_mile.compute.rows import DONE as DONE
 from finetune_mile.compute.rows import Split as Split
 from finetune_mile.compute.rows import Store as Store
 from finetune_mile.core.console import progress
-from finetune_mile.core.files import cache, locked
+from finetune_mile.core.files import cache, locked, writing
 from finetune_mile.core.in_memory import SCHEME
 from finetune_mile.core.problems import BadImage, Failed, Problem
 from finetune_mile.core.types import Batch, Pool, Preprocess
@@ -104,20 +116,30 @@ def embed(
     parts += [("train", view) for view in range(1, views + 1)]
 
     def begin_store() -> tuple[Store, list[tuple[Split, int, Indices]]]:
-        facts = wanted.depends_on()
-        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        store = Store(path or cache() / "features" / key[:24])
-        check_store(store, facts)
-        todo = _missing(store, parts, needed)
-        if todo or path is not None:
+        facts, likes = wanted.depends_on(), _likes(wanted)
+        store = Store(path or cache() / "features" / key_of(facts)[:24])
+        left = partial(_missing, store, parts, needed, likes)
+        why = unfit(store, facts)
+        todo, damage = list[tuple[Split, int, Indices]](), list[str]()
+        if not why:
+            todo, damage = left()
+        if path is not None and (why or damage):  # the user's own folder
+            raise Problem(f"{path}: {why}" if why else f"{damage[0]}; remove {path}, then embed again")
+        if why or todo or path is not None:
             held.enter_context(_locked(store))
-            counts = {"train": len(data.train), "val": len(data.val)}
-            begin(store, {"key": key, "images": counts, "depends_on": facts, **about}, data)
-            todo = _missing(store, parts, needed)  # another process may have been at work until now
+            if why := unfit(store, facts):
+                damage = [f"{store.path}: the folder {why.partition(';')[0]}"]
+                clear(store)
+            for sentence in damage:
+                sys.stderr.write(f"warning: kept features, {sentence}. They are computed again\n")
+            counts = {split: len(likes[split]) for split in likes}
+            begin(store, {"key": key_of(facts), "images": counts, "depends_on": facts, **about}, data)
+            todo, _ = left()  # another process may have been at work until now
+            check_room(store, [(likes[split], indices) for split, _, indices in todo])
             for split, view, _ in todo:
-                preallocate(store, split, view, _width(wanted), data, wanted.dtype)
+                preallocate(store, split, view, likes[split])
             if _copy_known(store, facts, data, todo, device.tick):
-                todo = _missing(store, parts, needed)
+                todo, _ = left()
         return store, todo
 
     with contextlib.ExitStack() as held:
@@ -131,27 +153,31 @@ def embed(
     return store
 
 
+def _likes(wanted: FeatureSet) -> dict[Split, npt.NDArray[Any]]:
+    """Dtype and shape (N, D) of the features of each split; they take no memory."""
+    row = np.zeros((1, _width(wanted)), dtype=wanted.dtype)
+    sets: dict[Split, ImageSet] = {"train": wanted.data.train, "val": wanted.data.val}
+    return {split: np.broadcast_to(row, (len(images), row.shape[1])) for split, images in sets.items()}
+
+
 def _missing(
-    store: Store, parts: list[tuple[Split, int]], needed: Mapping[Split, Indices]
-) -> list[tuple[Split, int, Indices]]:
-    """The splits and views of which some needed images are not on disk, and these images."""
-    states = ((split, view, store.state(split, view)) for split, view in parts)
-    left = [
-        (split, view, needed[split][state[needed[split]] != DONE] if len(state) else needed[split])
-        for split, view, state in states
-    ]
-    return [part for part in left if len(part[2])]
+    store: Store, parts: list[tuple[Split, int]], needed: Mapping[Split, Indices],
+    likes: Mapping[Split, npt.NDArray[Any]],
+) -> tuple[list[tuple[Split, int, Indices]], list[str]]:  # fmt: skip
+    """The splits and views of which some needed images are not on disk, or damaged; these images; and the damage."""
+    left, damage = [], []
+    for split, view in parts:
+        state, why = examined(store, split, view, likes[split], needed[split])
+        left.append((split, view, needed[split][state != DONE]))
+        damage += [f"{store.file(split, view, 'npy')}: {why}"] if why else []
+    return [part for part in left if len(part[2])], damage
 
 
 @contextlib.contextmanager
 def _locked(store: Store) -> Iterator[None]:
     """Make the folder of a store, and keep other processes out of it."""
-    try:
+    with writing(store.path):
         store.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Problem(
-            f"{store.path}: cannot be made ({error.strerror}); name another cache with FINETUNE_MILE_CACHE"
-        ) from error
     sentence = f"{store.path}: another process is computing these features; wait for it, then run again"
     with locked(store.path / ".lock", sentence):
         yield
@@ -187,10 +213,11 @@ def stored(wanted: FeatureSet, train: Indices) -> Store | None:
         if about | alike != about:
             continue
         facts = facts or wanted.depends_on()
-        states = ((store.state(split), needed) for split, needed in rows.items())
-        if facts | {"dtype": known["dtype"]} == known and all(
-            len(state) and bool((state[needed] != MISSING).all()) for state, needed in states
-        ):
+        if facts | {"dtype": known["dtype"]} != known:
+            continue
+        likes = _likes(dataclasses.replace(wanted, dtype=known["dtype"]))
+        states = (examined(store, split, 0, likes[split], needed)[0] for split, needed in rows.items())
+        if all(bool(np.isin(state, (DONE, BAD)).all()) for state in states):
             return store
     return None
 
@@ -362,35 +389,25 @@ def _fill(
     precision = contextlib.nullcontext if wanted.precision == "no" else accelerator.autocast
     prepare = partial(device.prepare, preprocess=views.preprocess)
     computed = stream(wanted.network, views, keys, prepare, readers, precision)
-    like = store.features(split, view)
-    with store.file(split, view, "npy").open("r+b") as target, store.file(split, view, "done").open("r+b") as record:
+    with Writer(store, split, view) as writer:
         for block in blocks:
             for members, outputs in islice(computed, -(-len(block) // size)):
-                _write_rows(target, like, members, outputs)
+                _write_rows(writer, members, outputs)
                 advance(len(members) * world)
                 device.tick()
-            target.flush()
-            os.fsync(target.fileno())
-            for index in block.tolist():
-                record.seek(index)
-                record.write(bytes([BAD if index in views.bad else DONE]))
-            record.flush()
+            writer.keep({index: BAD if index in views.bad else DONE for index in block.tolist()})
             stop_together(accelerator, device.signals, 0)
 
 
-def _write_rows(target: Any, like: npt.NDArray[Any], members: Indices, outputs: Outputs) -> None:
-    """Rows (b, D) to their places in an .npy file that is mapped as `like`."""
+def _write_rows(writer: Writer, members: Indices, outputs: Outputs) -> None:
+    """Put rows (b, D) at the places of their images."""
     rows = outputs.rows.cpu()
     good = rows[outputs.readable]
     if not bool(good.isfinite().all()):
         raise Failed("--init: the network's features are not finite numbers; check the weights and the preprocessing")
-    if like.dtype == np.float16 and good.numel() and float(good.abs().max()) > float(np.finfo(np.float16).max):
+    if writer.dtype == np.float16 and good.numel() and float(good.abs().max()) > float(np.finfo(np.float16).max):
         raise Problem(
             f"features up to {float(good.abs().max()):.0f} do not fit float16: use --dtype float32, in a run "
             "--set feature_dtype=float32"
         )
-    start = cast("np.memmap[Any, Any]", like).offset
-    stored = np.ascontiguousarray(rows.numpy().astype(like.dtype))
-    for index, row in zip(members.tolist(), stored, strict=True):
-        target.seek(start + index * row.nbytes)
-        target.write(row.tobytes())
+    writer.put(members, rows.numpy())

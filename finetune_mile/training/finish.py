@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,21 +11,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.exporting import THRESHOLD, write_export
 from finetune_mile.compute.passes import Outputs
 from finetune_mile.config.schema import Recipe
-from finetune_mile.core.files import whole_file, write_json
+from finetune_mile.core.console import open_console
+from finetune_mile.core.files import utf8_name, whole_file, write_json, write_whole
 from finetune_mile.core.in_memory import SCHEME
+from finetune_mile.core.times import bookkeeping, time_rows
 from finetune_mile.images.bad_images import say_skipped
+from finetune_mile.images.order import Indices
 from finetune_mile.images.splits import label_names
 from finetune_mile.measures import CLOSING, say_images
 from finetune_mile.measures.guards import lower_rates
 from finetune_mile.measures.labels import say_threshold
 from finetune_mile.measures.metrics import Measured, class_table
-from finetune_mile.measures.predictions import PER_CLASS, write_per_class
+from finetune_mile.measures.predictions import PER_CLASS, pick_probe, write_per_class
 from finetune_mile.measures.verdicts import (
     below_own_size,
     chosen_thresholds,
@@ -33,25 +36,21 @@ from finetune_mile.measures.verdicts import (
     lowest_class,
     over,
     score_of,
+    units,
     with_edges,
     worse_than_probe,
 )
 from finetune_mile.networks.vits import exported_arch
 from finetune_mile.pages.card import model_card, public_name
-from finetune_mile.pages.report import (
-    gallery,
-    gallery_figure,
-    gallery_images,
-    generation_plot,
-    pixels,
-    write_report,
-)  # fmt: skip
-from finetune_mile.training.display import closing_table
-from finetune_mile.training.folder import OWN_SIZE, TRIAL, RunFolder
+from finetune_mile.pages.report import gallery, gallery_figure, generation_plot, pixels, write_report  # fmt: skip
+from finetune_mile.training.display import closing_table, duration
+from finetune_mile.training.folder import FIRST_STAGE, OWN_SIZE, TRIAL, VALIDATION, RunFolder
 from finetune_mile.training.processes import Device
 from finetune_mile.training.start import MOST_PROBE_IMAGES
-from finetune_mile.training.task import Model, Task
+from finetune_mile.training.task import Model, Task, second_task
 
+GUESSES = "unlabelled.parquet"
+MOST_GUESSED = 2000  # images without a label that are looked at
 LABEL_BATCH = 65536  # rows written at once
 
 
@@ -63,7 +62,8 @@ class Scored:
     measured: Measured  # what they are means of
     tables: dict[str, dict[str, Tensor]]  # file name to the columns (C,) of per_class.csv
     found: Outputs | None  # logits of the labelled images, for labels.parquet
-    shown: Outputs  # logits of the `gallery_images`
+    guessed: tuple[Indices, Outputs] | None  # images without a label that a second stage saw, and their logits
+    outputs: Outputs  # logits of all validation images
     thresholds: list[float]  # least probability of each label beside the best one; empty: the recipe's, for all
     threshold: float | Tensor  # the same, one or (C,)
     warning: str | None
@@ -73,7 +73,7 @@ class Scored:
 
 def finish(
     task: Task, model: Model, device: Device, learner: nn.Module, folder: RunFolder, chosen: dict[str, float],
-    share: float,
+    shares: tuple[float, float],
 ) -> Measured | None:  # fmt: skip
     """Score the student on everything and write what a run leaves behind; all processes call it.
 
@@ -84,30 +84,36 @@ def finish(
         learner: with the weights that are scored and exported.
         folder: of the run.
         chosen: is added to the results.
-        share: how far these weights went from the first ones (0) to the last ones (1).
+        shares: how far the weights went from the first ones (0) to the last ones (1), in each of the two stages.
 
     Returns:
         What the scores are means of; None but in the first process.
     """
-    scored = score(task, device, learner, folder, chosen, share)
+    scored = score(task, device, learner, folder, chosen, shares)
     if scored is None:
         return None
     for name, table in scored.tables.items():
         write_per_class(folder.path / name, task.data.classes, table)
     write_json(folder.path / "results.json", scored.results)
+    write_json(folder.path / VALIDATION, seen_images(task, scored))
     if scored.found is not None:
         write_labels(task, scored.found, scored.threshold, folder.path / "labels.parquet")
+    if scored.guessed is not None:
+        write_guesses(task, *scored.guessed, folder.path / GUESSES)
     write_model(task, model, learner, scored, folder.path / "export")
+    folder.update()  # the times so far
     write_report(task, scored, folder)
     if task.recipe.track != "none":
         track_pictures(task, scored, folder, device.accelerator.trackers)
+    folder.update()
     say_results(task, scored, folder)
     return scored.measured
 
 
 def score(
-    task: Task, device: Device, learner: nn.Module, folder: RunFolder, chosen: dict[str, float], share: float
-) -> Scored | None:
+    task: Task, device: Device, learner: nn.Module, folder: RunFolder, chosen: dict[str, float],
+    shares: tuple[float, float],
+) -> Scored | None:  # fmt: skip
     """All passes over images, and what follows from them; None but in the first process. Arguments as in `finish`."""
     recipe, data, val = task.recipe, task.data, task.views("val")
     every = np.arange(len(data.val))
@@ -125,12 +131,18 @@ def score(
         results |= {f"test_{key}": value for key, value in scores.items() if key in kept}
     labelled, train = task.pools.indices["labelled"], task.views("train")
     found = device.outputs(learner, train, labelled) if recipe.evaluate.labels else None
-    shown = device.outputs(learner, val, gallery_images(data).numpy())
+    then, guessed = second_task(task), None
+    if then is not None and shares[1]:
+        pool = then.pools.indices["unlabelled"]
+        picked = pool[pick_probe(len(pool), MOST_GUESSED).numpy()]
+        guessed = picked, device.outputs(learner, train, picked)
     if not device.accelerator.is_main_process:  # what follows is files only; no process waits for another
         return None
     results |= {"bad_images": len(task.bad.read()), "unreadable_files": sum(data.unreadable.values())} | chosen
     lines = folder.start()
     results |= against_probes(results, measured, lines)
+    if then is not None and guessed is not None:
+        results |= confident(task, then.recipe.rho or THRESHOLD, guessed[1], measured)
     thresholds, f1 = chosen_thresholds(measured)
     results |= f1
     advice = lower_rates(float(recipe.optimizer.lr), recipe.optimizer.head_lr)
@@ -138,21 +150,103 @@ def score(
         learned_nothing(results, steps=recipe.steps or 0, data=name, advice=advice) or worse_than_probe(results)
         for name in (recipe.data, data.name)
     )
-    notes = say_images(results, trial=(folder.path / TRIAL).is_dir(), share=share, step=last_step(recipe, results))
+    notes = say_images(results, trial=(folder.path / TRIAL).is_dir(), share=shares[0], step=last_step(recipe, results))
     return Scored(
-        results=results, measured=measured, tables=tables, found=found, shown=shown, thresholds=thresholds,
+        results=results, measured=measured, tables=tables, found=found, guessed=guessed, outputs=outputs,
+        thresholds=thresholds,
         threshold=torch.tensor(thresholds) if thresholds else recipe.rho or THRESHOLD,
         warning=warning or below_own_size(results, task.preprocess.size), published=published,
         notes=[
-            *notes, *say_probe(task, lines), *lowest_class(data.classes, tables[PER_CLASS]),
-            *say_missing(recipe, lines),
+            *notes, *say_second(task, results, shares[1]), *say_probe(task, lines),
+            *lowest_class(data.classes, tables[PER_CLASS]), *say_missing(recipe, lines),
         ],
     )  # fmt: skip
+
+
+def seen_images(task: Task, scored: Scored) -> dict[str, object]:
+    """For validation.json: which images were scored and what is right, so that runs can be compared image by image."""
+    given, readable = scored.measured.given, scored.outputs.readable.nonzero().flatten()
+    rows = (given >= 0 if given.ndim == 1 else torch.ones(len(given))).nonzero().flatten()  # with a label
+    ids = [task.data.val.ids[i] for i in readable[rows].tolist()]
+    listed = hashlib.sha256("\0".join([*ids, "", *task.data.classes]).encode("utf-8", "surrogateescape")).hexdigest()
+    return {"images": len(ids), "sha256": listed} | units(scored.measured, rows)
 
 
 def last_step(recipe: Recipe, results: Mapping[str, float]) -> int:
     """The step that the exported weights are of."""
     return int(results.get("chosen_step", recipe.steps or 0))
+
+
+def say_second(task: Task, results: Mapping[str, float], share: float) -> list[str]:
+    """What the images without a label did, or why they did nothing."""
+    then, gap = second_task(task), results.get("over_first_stage")
+    if then is None:
+        return []
+    count = len(then.pools.indices["unlabelled"])
+    if share == 0:
+        return [
+            f"The {count:,} images without a label are not used: held-out labels of the trial showed that the second "
+            "stage makes this model worse."
+        ]
+    words = f"Second stage: {then.plan.total_steps:,} steps with {count:,} images without a label"
+    if share < 1:
+        words += "; the scored weights are halfway between those before and after it"
+    sentences = [f"{words}."]
+    if gap is not None:
+        low, high = results["over_first_stage_low"], results["over_first_stage_high"]
+        chance = "" if low > 0 or high < 0 else ", which may be chance"
+        sentences.append(f"It made a difference of {gap:+.1f} points ({low:+.1f} to {high:+.1f}){chance}.")
+    if "confident_accuracy" in results:
+        sentences.append(
+            f"The model is confident (probability {then.recipe.rho:g} or more) on "
+            f"{results['unlabelled_confident']:.0f} % of the images without a label ({GUESSES}), and on "
+            f"{results['confident']:.0f} % of the validation images. There {results['confident_accuracy']:.0f} % of "
+            "its labels are right."
+        )
+    return [" ".join(sentences)]
+
+
+def confident(task: Task, confidence: float, guessed: Outputs, measured: Measured) -> dict[str, float]:
+    """How many images get a label of that probability, and how many of these labels are right; in per cent.
+
+    Args:
+        task: of the run.
+        confidence: least probability of a label.
+        guessed: logits (n, C) of images without a label.
+        measured: of the validation images.
+    """
+    sure = task.probabilities(guessed.rows[guessed.readable]).amax(1) >= confidence
+    found = {"unlabelled_confident": 100 * float(sure.float().mean())}
+    right = measured.samples.get("accuracy")
+    if right is None:
+        return found
+    sure = measured.probabilities.amax(1) >= confidence
+    known = sure & ~right.isnan()
+    found["confident"] = 100 * float(sure.float().mean())
+    return found | ({"confident_accuracy": 100 * float((right[known] > 0).float().mean())} if known.any() else {})
+
+
+def write_guesses(task: Task, picked: Indices, guessed: Outputs, path: Path) -> None:
+    """unlabelled.parquet: for images without a label the best class and its probability, the least certain first.
+
+    Args:
+        task: of the run.
+        picked: (n,) which training images.
+        guessed: their logits (n, C).
+        path: where to.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    good = guessed.readable
+    best, which = task.probabilities(guessed.rows[good]).max(1)
+    order, ids = best.argsort(), [task.pools.images.ids[i] for i in picked[good.numpy()]]
+    columns = {
+        "id": [ids[i] for i in order.tolist()], "label": [task.data.classes[c] for c in which[order].tolist()],
+        "probability": best[order].tolist(),
+    }  # fmt: skip
+    with whole_file(path) as part:
+        pq.write_table(pa.table(columns), part)
 
 
 def say_probe(task: Task, lines: Mapping[str, Any]) -> list[str]:
@@ -189,8 +283,8 @@ def write_labels(task: Task, found: Outputs, threshold: float | Tensor, path: Pa
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    labelled, classes = task.pools.indices["labelled"][found.readable.numpy()], task.data.classes
-    ids = [task.pools.images.ids[i] for i in labelled]
+    labelled, classes = task.pools.indices["labelled"][found.readable.numpy()], [*map(utf8_name, task.data.classes)]
+    ids = [utf8_name(task.pools.images.ids[i]) for i in labelled]
     given = task.pools.images.given[torch.from_numpy(labelled)]
     probabilities = task.probabilities(found.rows[found.readable])
     names = pa.list_(pa.string())
@@ -226,15 +320,14 @@ def write_model(task: Task, model: Model, learner: nn.Module, scored: Scored, pa
     if scored.published is not None:
         config["warning"] = scored.published
     write_export(path, model.exported(learner), config)
-    with whole_file(path / "README.md") as part:
-        part.write_text(model_card(config, scored.results, "own"), encoding="utf-8")
+    write_whole(path / "README.md", model_card(config, scored.results, "own"))
 
 
 def say_results(task: Task, scored: Scored, folder: RunFolder) -> None:
     """Print the closing table, the notes and what to do next."""
     recipe, results = task.recipe, scored.results
     title = f"{recipe.method} on {task.data.name}: results on {int(results['images']):,} validation images"
-    out = Console()  # results go where a pipe or `tee` finds them
+    out = open_console()  # results go where a pipe or `tee` finds them
     if scored.warning is not None:
         out.print(f"warning: {scored.warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     out.print(closing_table(results, title, recipe.method))
@@ -243,6 +336,7 @@ def say_results(task: Task, scored: Scored, folder: RunFolder) -> None:
     if results["bad_images"]:
         skipped = say_skipped(int(results["bad_images"]), task.bad.path)
         out.print(skipped, markup=False, highlight=False, soft_wrap=True)
+    out.print(say_times(folder.info), markup=False, highlight=False, soft_wrap=True)
     out.print(
         f"Labels of new images: finetune-mile predict {shlex.quote(str(folder.path))} IMAGES "
         f"(labels above {say_threshold(scored.threshold)}, and always the best one)\n\n{folder.path / 'report.html'}",
@@ -250,9 +344,18 @@ def say_results(task: Task, scored: Scored, folder: RunFolder) -> None:
     )  # fmt: skip
 
 
+def say_times(info: Mapping[str, Any]) -> str:
+    """Where the time of a run went, in a line, from run.json."""
+    times, total = info.get("times", {}), float(info["seconds"])
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds, _ in time_rows(times, total))
+    return (
+        f"Time: {duration(total)}. {parts}. Evaluation, saving and report are {bookkeeping(times, total):.0f} % of it."
+    )
+
+
 def against_probes(results: Mapping[str, float], measured: Measured, lines: Mapping[str, Any]) -> dict[str, float]:
     """The scores of start.json for results.json, with their intervals and the differences of the run to them."""
-    key, own = score_of(results), lines.get(OWN_SIZE)
+    key, own, first = score_of(results), lines.get(OWN_SIZE), lines.get(FIRST_STAGE)
     if key is None:
         return {}
     found = with_edges(lines, f"knn_{key}")
@@ -261,6 +364,8 @@ def against_probes(results: Mapping[str, float], measured: Measured, lines: Mapp
     if own is not None and key in own:
         found |= {"own_size": own["size"]} | with_edges(own, key, "own_size_probe_")
         found |= over(measured, own, "over_own_size_probe")
+    if first is not None and key in first:
+        found |= with_edges(first, key, "first_stage_") | over(measured, first, "over_first_stage")
     return found | edges({**results, **found})
 
 
@@ -268,7 +373,7 @@ def track_pictures(task: Task, scored: Scored, folder: RunFolder, trackers: list
     """Give the timeline of generations and sample predictions to the tracker, where it takes images."""
     figures = {
         "generations": generation_plot(folder.metrics()),
-        "predictions": gallery_figure(gallery(task, scored.shown, scored.threshold)),
+        "predictions": gallery_figure(gallery(task, scored.outputs, scored.threshold)),
     }
     pictures = {name: pixels(figure)[None] for name, figure in figures.items() if figure is not None}
     for tracker in trackers:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_mile.config.flags import RunOptions
 from finetune_mile.config.resolve import flat, read_yaml, resolve_tree
-from finetune_mile.core.files import load_yaml_file, locked, whole_file, write_json
+from finetune_mile.core.files import load_yaml_file, locked, read_json, write_json, write_whole, writing
 from finetune_mile.core.problems import Problem
+from finetune_mile.core.times import Times
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,23 +34,29 @@ KEPT_CHECKPOINTS = 2
 MADE_BY = {"made_by": "finetune_mile"}  # the mark in run.json of a folder that a run made
 LOCK = "checkpoints/.lock"
 START = "start.json"  # scores of a linear probe of the checkpoint, and of k nearest neighbours
+FIRST_STAGE = "first_stage"  # in it: the run before its second stage
 OWN_SIZE = "own_size"  # in it: a probe at the checkpoint's own image size, for a run at a smaller one
 REFIT = "refit"  # a run folder inside a run folder, on all labels
 TRIAL = "trial"  # a run folder inside a run folder
+SECOND = "then"  # the same, of the second stage
+VALIDATION = "validation.json"  # which validation images were scored, and what is right
 AT_WORK = "{}: another process is at work on this run; wait for it, or stop it first"
 
 # Every file that a run writes, as globs below its folder; --overwrite removes these and nothing else. The recipe is
 # the first to go and the last to come: a folder that has one can be resumed. {name} is the folder's own name, where
 # TensorBoard's files are.
+INNER = (TRIAL, REFIT, SECOND, f"{TRIAL}/{SECOND}", f"{REFIT}/{SECOND}")  # folders of runs inside that of a run
+INSIDE = (
+    "checkpoints/step-*.pt", "checkpoints/.lock", "*.json", "*.jsonl", "recipe.yaml",
+    "pseudo_labels/generation-*/block-*.safetensors",
+)  # fmt: skip
 WRITTEN = (
-    "recipe.yaml", "init.json", "split.json", "metrics.jsonl", "results.json", "labels.parquet", "bad_images.csv",
-    "per_class.csv", "test_per_class.csv", "report.html", "views.png", "start.json", "checkpoints/step-*.pt",
+    "recipe.yaml", "init.json", "split.json", "metrics.jsonl", "results.json", "validation.json", "labels.parquet",
+    "bad_images.csv", "per_class.csv", "test_per_class.csv", "report.html", "views.png", "start.json",
+    "checkpoints/step-*.pt",
     "export/model.safetensors", "export/config.json",
     "export/README.md", "export/checkpoint.ckpt", "pseudo_labels/generation-*/block-*.safetensors",
-    "trial/checkpoints/step-*.pt", "trial/checkpoints/.lock", "trial/*.json", "trial/*.jsonl", "trial/recipe.yaml",
-    "trial/pseudo_labels/generation-*/block-*.safetensors",
-    "refit/checkpoints/step-*.pt", "refit/checkpoints/.lock", "refit/*.json", "refit/*.jsonl", "refit/recipe.yaml",
-    "refit/pseudo_labels/generation-*/block-*.safetensors", "minutes.json",
+    *(f"{inner}/{name}" for inner in INNER for name in INSIDE), "unlabelled.parquet", "minutes.json",
     "{name}/events.out.tfevents.*", "{name}/*/events.out.tfevents.*", "{name}/*/hparams.yml",
 )  # fmt: skip
 
@@ -91,6 +98,13 @@ def check_free(folder: Path, overwrite: bool) -> None:
         raise Problem(f"--out {folder}: {error.strerror}; choose another --out") from error
 
 
+# What is read from a run.json, and of which type it is.
+INFO: dict[str, tuple[type, ...]] = {
+    "status": (str,), "recipe_sha256": (str,), "started_in": (str,), "began": (str,), "world_size": (int,),
+    "seconds": (int, float), "share": (int, float), "requested": (dict,), "recipe": (dict,),
+}  # fmt: skip
+
+
 def _made_by_run(folder: Path) -> bool:
     try:
         info = read_info(folder)
@@ -102,14 +116,12 @@ def _made_by_run(folder: Path) -> bool:
 def read_info(folder: Path) -> dict[str, Any]:
     """The content of run.json; empty where there is none."""
     path = folder / "run.json"
-    try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise Problem(f"{path} is damaged ({error}); restore it, or start a new run") from error
-    if not isinstance(info, dict):
-        raise Problem(f"{path} is damaged (it is not a JSON object); restore it, or start a new run")
+    info = read_json(path)
+    for key, kinds in INFO.items():
+        if info.get(key) is not None and not isinstance(info[key], kinds):
+            raise Problem(f"{path} is damaged ({key} is a {type(info[key]).__name__}); restore it, or start a new run")
     return info
 
 
@@ -175,10 +187,6 @@ def _choose_folder(options: RunOptions, name: str, requested: BaseModel) -> tupl
     return out, True
 
 
-def is_finished(folder: Path) -> bool:
-    return read_info(folder).get("status") == "finished" and (folder / "results.json").is_file()
-
-
 def refit_is_left(folder: Path, wanted: bool) -> bool:
     """Is `--refit` wanted, and not done?"""
     return wanted and not (folder / REFIT / "recipe.yaml").is_file()
@@ -209,6 +217,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.info: dict[str, Any] = {}  # what run.json holds
+        self.times = Times()
         self._started = time.monotonic()
 
     @classmethod
@@ -234,18 +243,20 @@ class RunFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        (part / "checkpoints").mkdir(parents=True)
-        with alone(part):
-            run = cls(part)
-            (part / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
-            run.complete(notes or {}, facts or {})
-            if path.is_dir() and any(path.iterdir()):
-                try:
+        try:
+            (part / "checkpoints").mkdir(parents=True)
+            with alone(part):
+                run = cls(part)
+                write_whole(part / "recipe.yaml", recipe_yaml)
+                run.complete(notes or {}, facts or {})
+                if path.is_dir() and any(path.iterdir()):
                     _replace(path, part)
-                finally:
+                else:
+                    part.rename(path)
+        finally:
+            if part.is_dir():
+                with contextlib.suppress(OSError):
                     _discard(part)
-            else:
-                part.rename(path)
         run.path, run.checkpoints = path, path / "checkpoints"
         return run
 
@@ -254,6 +265,7 @@ class RunFolder:
         """A run that was made before."""
         run = cls(path)
         run.info = read_info(path)
+        run.times.seconds |= run.info.get("times", {})
         return run
 
     def complete(self, notes: Mapping[str, object], facts: Mapping[str, object]) -> None:
@@ -272,40 +284,57 @@ class RunFolder:
         now = time.monotonic()
         self.info["seconds"] = round(self.info.get("seconds", 0.0) + now - self._started, 3)
         self._started = now
+        self.times.note()
+        if self.times.seconds:
+            self.info["times"] = {part: round(seconds, 3) for part, seconds in self.times.seconds.items()}
         self.info |= facts
         write_json(self.path / "run.json", self.info)
 
+    def end(self, **facts: object) -> None:
+        """Write into run.json that the run was stopped or failed; on a full disk at least its status, in place."""
+        try:
+            self.update(**facts)
+        except (Problem, OSError):
+            was, now = b'"status": "running"', f'"status": "{facts["status"]}"'.encode()
+            with contextlib.suppress(OSError), (self.path / "run.json").open("r+b") as stream:
+                at = stream.read().find(was)
+                if at >= 0 and len(now) <= len(was):
+                    stream.seek(at)
+                    stream.write(now.ljust(len(was)))
+
     def append(self, record: dict[str, object]) -> None:
         """One line of metrics.jsonl."""
-        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as stream:
+        path = self.path / "metrics.jsonl"
+        with writing(path), path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record) + "\n")
 
     def start(self) -> dict[str, Any]:
         """The content of start.json; empty where there is none."""
         path = self.path / START
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return found
+        return read_json(path) if path.is_file() else {}
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every whole line of metrics.jsonl; a line that a kill cut off is left out."""
         path = self.path / "metrics.jsonl"
         if not path.is_file():
             return []
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
         records = []
         for number, line in enumerate(lines):
             try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as error:
+                record = json.loads(line)
+                if not isinstance(record["kind"], str) or type(record["step"]) is not int:
+                    raise TypeError
+                records.append(record)
+            except (ValueError, TypeError, LookupError, RecursionError) as error:
                 if number < len(lines) - 1:
-                    raise Problem(f"{path} line {number + 1} is damaged ({error.msg})") from error
+                    raise Problem(f"{path} line {number + 1} is damaged; remove that line") from error
         return records
 
     def rewind(self, step: int) -> None:
         """Forget what was recorded after the checkpoint of `step`: it will be done, or looked at, again."""
         kept = [r for r in self.metrics() if r["step"] < step or (r["step"] == step and r["kind"] == "train")]
-        with whole_file(self.path / "metrics.jsonl") as part:
-            part.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
+        write_whole(self.path / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in kept))
 
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint of a step goes."""
@@ -316,9 +345,10 @@ class RunFolder:
         return sorted(self.checkpoints.glob("step-*.pt"))
 
     def prune(self, kept: int = KEPT_CHECKPOINTS) -> None:
-        """Keep the newest checkpoints only, and no leftovers of a kill."""
+        """Keep the newest checkpoints only, and no leftovers of a kill; with none, also none of a second stage."""
         saved = self.saved()
-        for path in [*saved[: max(len(saved) - kept, 0)], *self.checkpoints.glob(".step-*.pt.part")]:
+        second = [] if kept else [*self.path.glob(f"{SECOND}/{self.checkpoints.name}/*.pt")]
+        for path in [*saved[: max(len(saved) - kept, 0)], *second, *self.checkpoints.glob(".step-*.pt.part")]:
             path.unlink(missing_ok=True)
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-from finetune_mile.core.files import whole_file
+from finetune_mile.core.files import write_whole
 from finetune_mile.images.order import Indices
 from finetune_mile.learning.phases import Phase
 from finetune_mile.learning.roles import Roles, weights_hash
@@ -111,8 +111,7 @@ def _read(path: Path, mark: str) -> Block:
 
 
 def _write(path: Path, block: Block, mark: str) -> None:
-    with whole_file(path) as part:
-        save_file(block, part, metadata={"mark": mark})
+    write_whole(path, save(block, metadata={"mark": mark}))
 
 
 def _known_everywhere(accelerator: Accelerator, blocks: list[Block]) -> list[bool]:

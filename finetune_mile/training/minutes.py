@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import shlex
 import sys
@@ -21,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from finetune_mile.config.flags import RunOptions
 from finetune_mile.config.resolve import Resolved, resolve, resolve_tree
 from finetune_mile.config.schema import FullRecipe
-from finetune_mile.core.files import write_json
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.files import read_json, write_json
+from finetune_mile.core.problems import Problem, inert
 from finetune_mile.training.folder import REFIT, RunFolder, resumed_recipe
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class Clock:
     def say(self, sentence: str) -> None:
         from finetune_mile.training.display import duration
 
-        sys.stderr.write(f"{duration(self.used):>6} of {self.minutes:g} min  {sentence}\n")
+        sys.stderr.write(f"{duration(self.used):>6} of {self.minutes:g} min  {inert(sentence)}\n")
 
 
 def wrong_minutes(minutes: float) -> list[str]:
@@ -150,7 +149,7 @@ class InTime:
             if code:
                 sys.stdout.write(self.text + text)
                 return code
-            split = json.loads((self.path / REFIT / "split.json").read_text(encoding="utf-8"))
+            split = read_json(self.path / REFIT / "split.json")
             self.facts["refit_labels"] = split["labelled"]
             self.text += text
         write_json(self.path / SUMMARY, self.facts)
@@ -253,10 +252,12 @@ class InTime:
 
 
 def _about(name: str, path: Path, measure: str) -> dict[str, Any]:
-    results = json.loads((path / "results.json").read_text(encoding="utf-8"))
+    results = read_json(path / "results.json")
     score, low, high = (results.get(measure + end, 0.0) for end in ("", "_low", "_high"))
     return {
         "name": name, "seconds": RunFolder.reopen(path).info["seconds"], "score": score, "low": low, "high": high,
+        "second": [results[f"over_first_stage{end}"] for end in ("", "_low", "_high")]
+        if "over_first_stage" in results else None,
     }  # fmt: skip
 
 
@@ -294,6 +295,11 @@ def say_choice(facts: dict[str, Any]) -> list[str]:
         f"The model is {facts['method']} with {kept['name']}: {measure} {score(kept)} over {facts['counted']:,} {of}. "
         f"It took {duration(kept['seconds'])}."
     ]
+    if kept.get("second"):
+        gain, low, high = kept["second"]
+        sentences.append(
+            f"Photos without a label made a difference of {gain:+.1f} points ({low:+.1f} to {high:+.1f}) in it."
+        )
     if "own_size" in facts:
         sentences.append(
             f"The checkpoint's own image size is {facts['own_size']} pixels. A smaller one may cost accuracy: try "

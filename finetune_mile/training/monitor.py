@@ -7,7 +7,7 @@ import math
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
+from finetune_mile.compute.passes import Outputs
 from finetune_mile.core.problems import Failed, Problem
 from finetune_mile.learning.loop import Loop, StepRecord
 from finetune_mile.learning.losses import given_matrix
@@ -27,7 +28,7 @@ from finetune_mile.training.display import Display
 from finetune_mile.training.folder import RunFolder, alone
 from finetune_mile.training.plan import Plan, learner_role
 from finetune_mile.training.processes import Device, Signals, Stopped, stop_together
-from finetune_mile.training.task import Task, evaluate, on_training_images
+from finetune_mile.training.task import Task, on_training_images
 
 PROBE_IMAGES = 1000  # labelled images on which the labels of each teacher are compared with those of the one before
 CHOSEN_BY = ("accuracy", "map", "f1@0.5")  # the score that `patience` watches: the first of these that there is
@@ -60,23 +61,27 @@ def recorded(device: Device, folder: RunFolder, *, keep_checkpoints: bool, verb:
         if main:
             folder.update(**facts)
 
+    def end(**facts: object) -> None:
+        if main:
+            folder.end(**facts)
+
     with alone(folder.path) if main else contextlib.nullcontext():
         try:
             record(status="running")
             yield ending
             record(status="finished")
         except Stopped as stopped:
-            record(status="stopped", signal=str(stopped))
+            end(status="stopped", signal=str(stopped))
             accelerator.print(f"stopped; continue with: {again}")
             ending.code = 128 + stopped.signum
             return
         except BaseException as error:
             words = str(error) if isinstance(error, Problem) else repr(error)
             if signals.caught is None:
-                record(status="failed", error=words)
+                end(status="failed", error=words)
                 raise
             # Told to stop, and something broke on the way: another process left first, or a second Ctrl-C came.
-            record(status="stopped", signal=signal.Signals(signals.caught).name, error=words)
+            end(status="stopped", signal=signal.Signals(signals.caught).name, error=words)
             accelerator.print(f"stopped ({words}); continue from the last checkpoint with: {again}")
             ending.code = 128 + signals.caught
             return
@@ -101,6 +106,7 @@ class Monitor:
     checkpoint_every: int  # steps between checkpoints
     advice: str  # what to type where the loss is not finite
     kept: Mapping[str, Any] = field(default_factory=dict)  # goes into every checkpoint
+    curve: Collection[int] = ()  # further steps that `evaluate` is called after
     saved_step: int = field(default=-1, init=False)
     images_seen: int = field(default=0, init=False)
     steps_seen: int = field(default=0, init=False)
@@ -118,8 +124,10 @@ class Monitor:
             self.save(record.step)
         try:
             stop_together(self.loop.accelerator, self.signals, record.step)
-            if evaluate:
-                self.evaluate(record.step, record.phase, ended=record.ended)
+            if evaluate or record.step in self.curve:
+                self._stop_if_not_finite(record)
+                with self.folder.times.of("evaluation"):
+                    self.evaluate(record.step, record.phase, ended=record.ended)
                 self._mark = time.monotonic()
         except Stopped:
             if self.saved_step != record.step:
@@ -127,6 +135,13 @@ class Monitor:
                     self._flush(record)
                 self.save(record.step)
             raise
+
+    def _stop_if_not_finite(self, record: StepRecord) -> None:
+        """Before an evaluation: a loss that is not finite ends the run with its own sentence."""
+        if self._window:
+            losses = torch.stack([each.loss for each in self._window]).sum()
+            if not bool(self.loop.accelerator.reduce(losses, reduction="sum").isfinite()):
+                self._flush(record)
 
     def evaluation_due(self, step: int, *, ended: bool) -> bool:
         del step
@@ -140,7 +155,8 @@ class Monitor:
         return self.kept
 
     def save(self, step: int) -> None:
-        resume.write(self.folder, self.loop.accelerator, step, self.loop.state_dict() | {"extra": self.extra()})
+        with self.folder.times.of("saving"):
+            resume.write(self.folder, self.loop.accelerator, step, self.loop.state_dict() | {"extra": self.extra()})
         self.saved_step = step
 
     def on_decision(self, step: int, decision: Decision) -> None:
@@ -202,6 +218,7 @@ class LabelMonitor(Monitor):
     task: Task
     device: Device
     alarm: LossAlarm
+    curve_images: int = 0  # of each point of the curve; 0: there are evaluations enough
     probe_labels: Tensor | None = field(default=None, init=False)
     label_report: LabelReport | None = field(default=None, init=False)
     # With `patience`: score, step, weights, evaluations since then.
@@ -222,7 +239,7 @@ class LabelMonitor(Monitor):
         self.best = extra.get("best")
         self.saved_step = step
         phase, ended = self.plan.phase_of(step)
-        if self.evaluation_due(step, ended=ended):
+        if self.evaluation_due(step, ended=ended) or step in self.curve:
             self.evaluate(step, phase, ended=ended)
 
     def evaluation_due(self, step: int, *, ended: bool) -> bool:
@@ -236,7 +253,23 @@ class LabelMonitor(Monitor):
     def evaluate(self, step: int, phase: Phase, *, ended: bool) -> None:
         """Scores of the learner, and a new teacher's labels; both go into metrics.jsonl."""
         self.loop.agree()
-        scores = evaluate(self.task, self.device, self.loop.roles.learner)
+        picked, complete = self.task.evaluated, self.evaluation_due(step, ended=ended)
+        part = pick_probe(len(picked), self.curve_images)  # the same images in every point of the curve
+        seen, part = (picked, part) if complete else (picked[part], torch.arange(len(part)))
+        with torch.random.fork_rng(devices=[], enabled=not complete):  # loaders draw a seed
+            try:
+                outputs = self.device.outputs(self.loop.roles.learner, self.task.views("val"), seen.numpy())
+            except Failed:  # outputs that are not numbers: the loss of the next step says what to do
+                if complete:
+                    raise
+                return
+        if self.curve_images and self.loop.accelerator.is_main_process:
+            few = Outputs(outputs.rows[part], outputs.readable[part])
+            point = {"step": step, "kind": "curve", "phase": phase.name, "role": learner_role(phase)}
+            self.folder.append(point | self.task.score(few, seen[part]))
+        if not complete:
+            return
+        scores = self.task.scores(outputs, picked)[0]
         report = self._inspect_labels(phase) if ended else None
         role = learner_role(phase)
         record: dict[str, object] = {
@@ -263,7 +296,7 @@ class LabelMonitor(Monitor):
         if self.best["waited"] >= patience and step < self.plan.total_steps:
             self.display.say(
                 f"stopped early at step {step:,} of {self.plan.total_steps:,}: {key} on the validation images was not "
-                f"above {self.best['score']:.2f} in {patience} evaluations; the weights of step {self.best['step']:,} "
+                f"above {self.best['score']:.2f} in {patience} evaluations. The weights of step {self.best['step']:,} "
                 "are kept"
             )
             raise Enough(step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from finetune_mile.checkpoints.cards import Missing
 from finetune_mile.checkpoints.init import Init, parse_source, read_config
 from finetune_mile.config.resolve import read_yaml
+from finetune_mile.core.files import read_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.sources import anchored, scheme_and_place, split_name
 from finetune_mile.training.folder import REFIT, read_info
@@ -78,9 +78,12 @@ def file_of_run(model: Init, name: str) -> Path | None:
 def recipe_of(model: Init) -> dict[str, Any]:
     """The recipe of a run; empty for another model."""
     path = file_of_run(model, "recipe.yaml")
-    if path is None:
-        return {}
-    recipe, base = read_yaml(path), read_info(path.parent).get("started_in")
+    return {} if path is None else recipe_in(path.parent)
+
+
+def recipe_in(run: Path) -> dict[str, Any]:
+    """The recipe of a run folder; --data as it is called from here."""
+    recipe, base = read_yaml(run / "recipe.yaml"), read_info(run).get("started_in")
     if isinstance(base, str) and isinstance(recipe.get("data"), str):
         recipe["data"] = anchored(recipe["data"], base)
     return recipe
@@ -112,8 +115,8 @@ def say_trained_on(ids: Sequence[str], model: Init) -> str | None:
     """A sentence where a run is scored on images that it was trained on: the number would be too good."""
     refitted = file_of_run(model, REFITTED)
     split = refitted or file_of_run(model, "split.json")
-    lists = {} if split is None else json.loads(split.read_text(encoding="utf-8"))
-    trained = {*lists.get("ids", ()), *lists.get("val_ids", ())}
+    lists = {} if split is None else read_json(split)
+    trained = {str(name) for key in ("ids", "val_ids") if isinstance(lists.get(key), list) for name in lists[key]}
     seen = sum(each in trained for each in ids)
     if not seen:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -11,11 +12,13 @@ from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool
 from finetune_mile.learning.phases import Budget, Phase
 
-LEAST_STEPS = 100  # of `epochs: auto`
+LEAST_STEPS, FEW_STEPS = 300, 100  # of `epochs: auto`, the second below FEW_LABELS
 FEW_LABELS = 200  # below, a hold-out is noise
 MOST_LABELS = 20_000  # above, a trial would cost more than it can save
 RATE, FEW_RATE = 0.006, 0.003  # of `optimizer.lr: auto`, the second below FEW_LABELS
+MOST_COST = 3  # of the second stage of `epochs: auto`, in computing of the first one
 HELD_OUT = 0.2  # share of the labels that a trial holds out
+CURVE_SHARE, LEAST_CURVE_IMAGES = 20, 32  # one part in so many of a run's time is for points of the curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,30 @@ class Plan(Budget):
             if step <= 0:
                 break
         return phase, step == 0
+
+    def evaluated(self, recipe: Recipe) -> set[int]:
+        """The steps after which `every`, `phases` and the end of the run evaluate."""
+        settings = recipe.evaluate
+        if settings.images == 0:
+            return set()
+        ends = set(itertools.accumulate(phase.steps for phase in self.phases)) if settings.phases else set()
+        every = self.total_steps if settings.every is None else self.steps(settings.every)
+        return ends | set(range(every, self.total_steps + 1, every)) | {self.total_steps}
+
+    def curve(self, recipe: Recipe) -> tuple[set[int], int]:
+        """Further steps that get a point of the curve, and how many validation images each point is of.
+
+        An image that is only scored takes no more time than one that is learned from. So all these points take a
+        twentieth of the time of training and trial at most; of a very short run more, because few images say nothing.
+        """
+        due, points = self.evaluated(recipe), recipe.evaluate.points
+        if not due or len(due) >= points:
+            return set(), 0
+        more = {round(self.total_steps * point / points) for point in range(1, points)} - due - {0}
+        labelled, steps = round(self.steps_per_epoch * recipe.batch_size), self.total_steps
+        steps += trial_steps(steps, 1 - HELD_OUT) if has_trial(recipe, labelled) else 0
+        images = steps * recipe.batch_size / (CURVE_SHARE * max(len(more), 1))
+        return more, max(round(images), LEAST_CURVE_IMAGES)
 
     def counted_evaluations(self, recipe: Recipe) -> int:
         """How many evaluations are of the role that the run ends with, which `patience` counts."""
@@ -65,9 +92,9 @@ def make_plan(recipe: Recipe, pool_sizes: dict[Pool, int]) -> Plan:
     labelled = pool_sizes["labelled"]
     per_epoch = labelled / recipe.batch_size
     epochs = auto_epochs(labelled) if recipe.epochs == "auto" else recipe.epochs or 0
-    least = LEAST_STEPS if recipe.epochs == "auto" else 1
+    least = least_steps(labelled) if recipe.epochs == "auto" else 1
     total = recipe.steps or max(steps_of_epochs(epochs, labelled, recipe.batch_size, recipe.steps_of_epochs), least)
-    pool: Pool = "labelled" if recipe.semi == "none" else recipe.semi
+    pool: Pool = "labelled" if recipe.semi == "none" or recipe.staged else recipe.semi
     if pool_sizes[pool] == 0:
         raise Problem(f"--semi {pool}: there are no such images at --fraction {recipe.fraction:g}; lower the fraction, "
                       "or add images with --unlabelled DIR")  # fmt: skip
@@ -92,7 +119,7 @@ def make_plan(recipe: Recipe, pool_sizes: dict[Pool, int]) -> Plan:
         if counted <= recipe.patience + 1:
             raise Problem(
                 f"--patience {recipe.patience}: the run has {counted} evaluations of its "
-                f"{learner_role(phases[-1])}, so it would never stop early; evaluate more often, for example "
+                f"{learner_role(phases[-1])}, so it would never stop early. Evaluate more often, for example "
                 f"with --set 'evaluate.every=5 %' or --set evaluate.phases=true"
             )
     return plan
@@ -115,9 +142,32 @@ def steps_of_epochs(epochs: float, images: int, batch_size: int, rule: Literal["
     return max(round(epochs * (images / batch_size)), 1)
 
 
+def least_steps(labelled: int) -> int:
+    """What `epochs: auto` takes at least: fewer where no held-out labels can judge how far the weights go."""
+    return FEW_STEPS if labelled < FEW_LABELS else LEAST_STEPS
+
+
 def auto_epochs(labelled: int) -> float:
     """Passes over so many labelled images: 10 of a thousand or fewer, 3 of ten thousand or more."""
     return min(max(10 * math.sqrt(1000 / labelled), 3.0), 10.0)
+
+
+def second_steps(recipe: Recipe, first_images: int, unlabelled: int) -> int:
+    """Steps of a second stage by rule: `auto_epochs` passes over its unlabelled images, within MOST_COST.
+
+    Args:
+        recipe: of the second stage.
+        first_images: that the steps of the first stage show.
+        unlabelled: images without a label.
+    """
+    drawn = recipe.batch_size - labelled_per_batch(recipe)
+    passes = steps_of_epochs(auto_epochs(unlabelled), unlabelled, drawn, None)
+    return max(min(passes, int(MOST_COST * first_images / computing(recipe))), 1)
+
+
+def computing(recipe: Recipe) -> float:
+    """What a step of a second stage computes, in images that are learned from; a teacher's pass is a third of one."""
+    return recipe.batch_size + (recipe.batch_size - labelled_per_batch(recipe)) / 3
 
 
 def auto_rate(labelled: int, *, frozen: bool) -> float:
@@ -132,7 +182,7 @@ def has_trial(recipe: Recipe, labelled: int) -> bool:
 
 def trial_steps(total: int, share: float) -> int:
     """Steps of a trial with that share of the labels of a run of `total` steps."""
-    return max(round(total * share), min(total, LEAST_STEPS))
+    return max(round(total * share), min(total, FEW_STEPS))
 
 
 def labelled_per_batch(recipe: Recipe) -> int:

@@ -38,7 +38,7 @@ from finetune_mile.training.monitor import PROBE_IMAGES
 from finetune_mile.training.plan import HELD_OUT, Plan, has_trial, trial_steps, unintended
 from finetune_mile.training.processes import Device, Signals, computing
 from finetune_mile.training.steps import make_loop
-from finetune_mile.training.task import Model, Task, set_up
+from finetune_mile.training.task import Model, Task, second_cost, set_up
 
 # Scheme of --data: training images, validation images, classes.
 PUBLISHED = {"imagenet": (1_281_167, 50_000, 1000), "webvision": (2_439_574, 50_000, 1000)}
@@ -273,9 +273,14 @@ class Price(NamedTuple):
         return sum(self.disk.values()) - self.disk["checkpoints"]
 
 
-def price(recipe: Recipe, data: Data, pools: Pools, plan: Plan, pace: Pace, *, here: bool = True) -> Price:
-    """Add up what a run takes at a pace; `recipe`, `data`, `pools` and `plan` as they are set up."""
-    labelled, classes, steps = len(pools.indices["labelled"]), len(data.classes), plan.total_steps
+def price(
+    recipe: Recipe, data: Data, pools: Pools, plan: Plan, pace: Pace, *, second: float = 0.0, here: bool = True
+) -> Price:
+    """Add up what a run takes at a pace; `recipe`, `data`, `pools` and `plan` as they are set up.
+
+    `second`: computing of a second stage, in steps of the first one.
+    """
+    labelled, classes, steps = len(pools.indices["labelled"]), len(data.classes), plan.total_steps + round(second)
     work = count(recipe, plan, pools, len(data.val), classes)
 
     def with_reading(computing: Tensor, images: int = 1) -> Tensor:
@@ -318,7 +323,7 @@ def estimate(recipe: Recipe, signals: Signals) -> Price:
     with tempfile.TemporaryDirectory() as folder:
         task, model, device = stage(recipe, init, Path(folder), signals, data)
         pace = rehearse(task, model, device, BRIEF, Path(folder), here=here)
-    return price(task.recipe, data, task.pools, task.plan, pace, here=here)
+    return price(task.recipe, data, task.pools, task.plan, pace, second=second_cost(task), here=here)
 
 
 def time_words(seconds: Tensor) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, TypeVar
 
@@ -27,7 +28,8 @@ from torch import Tensor, nn
 
 from finetune_mile.compute.passes import Outputs, outputs_of
 from finetune_mile.config.schema import Recipe
-from finetune_mile.core.cores import local_processes, usable_cores
+from finetune_mile.core.cores import chosen_threads, local_processes, usable_cores
+from finetune_mile.core.files import unwritable
 from finetune_mile.core.problems import Failed, Problem
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.order import Indices
@@ -39,6 +41,7 @@ SAME_SIGNAL = 1.0  # seconds
 AGREE_EVERY = 8  # steps between two looks at whether another process was told to stop
 # Seconds that a process waits for the others; longer than any work that only one of them does.
 TIMEOUT = 1800
+MOST_THREADS = 1024
 Value = TypeVar("Value")
 
 
@@ -52,7 +55,7 @@ def connect() -> PartialState:
         if os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true":
             raise Problem(
                 f"Accelerate is configured for {plugin}, which is not supported: the teacher and student are copies of "
-                "the whole network; use `accelerate config` with data parallel training (multi-GPU)"
+                "the complete network. Use `accelerate config` with data parallel training (multi-GPU)"
             )
     wanted = os.environ.get("FINETUNE_MILE_TIMEOUT", str(TIMEOUT))
     if not wanted.isdigit() or int(wanted) == 0:
@@ -80,6 +83,8 @@ def from_first(work: Callable[[], Value]) -> Value:
             box = [work()]
         except Problem as problem:
             box = [problem]
+        except OSError as error:
+            box = [unwritable(error.filename or "a file", error)]
     broadcast_object_list(box)
     if isinstance(box[0], Problem):
         raise box[0]
@@ -163,8 +168,14 @@ def use_threads() -> int:
     """
     wanted = os.environ.get("FINETUNE_MILE_THREADS")
     if wanted is not None:
-        torch.set_num_threads(max(int(wanted), 1))
+        if not wanted.isdecimal() or not 1 <= int(wanted[:9]) <= MOST_THREADS:
+            raise Problem(
+                f"FINETUNE_MILE_THREADS is {wanted[:40]!r}; it must be a whole number from 1 to {MOST_THREADS}"
+            )
+        torch.set_num_threads(int(wanted))
     elif launched() and os.environ.get("OMP_NUM_THREADS") == "1" and not torch.cuda.is_available():
+        if chosen_threads(Path("/proc", str(os.getppid()))):
+            return torch.get_num_threads()
         torch.set_num_threads(max(usable_cores() // local_processes(int(os.environ.get("WORLD_SIZE", "1"))), 1))
     return torch.get_num_threads()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ from finetune_mile.checkpoints.init import Init
 from finetune_mile.compute.rows import Split, Store
 from finetune_mile.config.resolve import Resolved, resolve, to_yaml
 from finetune_mile.core.console import progress
-from finetune_mile.core.files import write_json
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.files import begun, write_json, write_whole
+from finetune_mile.core.problems import Problem, warn
 from finetune_mile.core.types import Preprocess
 from finetune_mile.images.alike import SHOWN
 from finetune_mile.images.bad_images import BadImages, allowed, say_unreadable
@@ -36,7 +35,8 @@ from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import labelled_pools, one_label_each
 from finetune_mile.learning.probe import NEIGHBOURS
 from finetune_mile.measures.advice import against, interval, recommended, say_methods, say_several
-from finetune_mile.measures.probing import doubtful, floor, measure_of, probe, scored
+from finetune_mile.measures.audit import disputed, judge_labels
+from finetune_mile.measures.probing import floor, measure_of, probe, scored
 from finetune_mile.networks.heads import get_head, set_head
 from finetune_mile.pages.report import data_url, png_of, write_page
 from finetune_mile.training.display import duration
@@ -78,27 +78,34 @@ class Quickstart:
     signals: Signals
 
     def work(self) -> dict[str, Any]:
-        """Compare methods, make a model, write the page; returns the content of quickstart.json."""
+        """Compare methods, make a model, write the page; returns the content of quickstart.json.
+
+        The same command after a kill begins again; the features are kept.
+        """
+        with begun(self.out, self.split.name, "quickstart.json", "quickstart.html", MODEL) as part:
+            return self.compared(part)
+
+    def compared(self, part: Path) -> dict[str, Any]:
+        """The work; `part` is a folder for what is not kept."""
         data = load_data(self.how.data)
         self.clock.say(f"{self.init.text}: the checkpoint ({self.reason})")
         weak, measure = self.init.text == SHIPPED, measure_of(data.val.given)
         if weak:
-            self.warn(
+            warn(
                 f"{SHIPPED} is a tiny network that has seen drawings, not photos: a real checkpoint is far better "
                 f"(--init FILE, or --download for {DOWNLOADED})"
             )
         findings = self.look(data)
-        self.out.mkdir(parents=True, exist_ok=True)
         fraction = self.affordable(data)
         labelled = labelled_pools(data, fraction=fraction, seed=0).indices["labelled"]
         if fraction < 1:
-            self.split.write_text("".join(f"{data.train.ids[i]}\n" for i in labelled), encoding="utf-8")
+            write_whole(self.split, "".join(f"{data.train.ids[i]}\n" for i in labelled))
         self.clock.say(f"features of {len(labelled):,} labelled and {len(data.val):,} validation photos")
         store = self.features(data, {"train": labelled, "val": np.arange(len(data.val))})
         self.clock.say("nearest neighbours and linear probes")
         probed = probe(store, data, [labelled], k=NEIGHBOURS)
         probes = {kind if kind == "k-NN" else f"{kind} probe": scores for kind, scores in probed.items()}
-        runs, verdicts, refused = self.compare(data, fraction)
+        runs, verdicts, refused = self.compare(data, fraction, part)
         if not runs:
             raise Problem(f"--data {self.how.data}: no method can be trained on these labels", *refused.values())
         simplest = next(iter(runs))  # softmax, or sigmoid for sets of labels
@@ -128,9 +135,6 @@ class Quickstart:
         """The list of labelled photos, where not all labels are used."""
         return self.out / "labelled.txt"
 
-    def warn(self, sentence: str) -> None:
-        sys.stderr.write(f"warning: {sentence}\n")
-
     def look(self, data: Data) -> list[str]:
         """Read every image once; sentences about what was seen."""
         self.clock.say(f"reading {len(data.train) + len(data.val):,} photos")
@@ -144,10 +148,10 @@ class Quickstart:
                     f"read; `finetune-mile check --data {shlex.quote(self.how.data)}` lists them"
                 )
             for image, reason in list(bad.items())[:SHOWN]:  # the page has the number of all
-                self.warn(f"{name} image {image} is bad ({reason}) and is skipped")
+                warn(f"{name} image {image} is bad ({reason}) and is skipped")
             BadImages.told(self.how.data, name, bad)  # the runs of this command need not
         if data.unreadable:
-            self.warn(f"{self.how.data}: {say_unreadable(data.unreadable)}")
+            warn(f"{self.how.data}: {say_unreadable(data.unreadable)}")
         return list(report(data, splits, find_copies(data, splits)))
 
     def features(self, data: Data, rows: dict[Split, Indices]) -> Store:
@@ -168,7 +172,7 @@ class Quickstart:
         if pace * wanted <= seconds:
             return 1.0
         share = min(max(seconds / pace - len(data.val), len(data.classes)) / labels, 1.0)
-        self.warn(
+        warn(
             f"features of all {wanted:,} photos would take {pace * wanted / 60:.0f} minutes, so {share:.0%} of the "
             "labels are used; raise --minutes or lower --size to use more"
         )
@@ -184,7 +188,9 @@ class Quickstart:
         own += [f"workers={how.workers}"] if how.workers is not None else []
         return resolve({key: value for key, value in flags.items() if value is not None}, [*own, *sets])
 
-    def compare(self, data: Data, fraction: float) -> tuple[dict[str, Tensor], list[dict[str, Any]], dict[str, str]]:
+    def compare(
+        self, data: Data, fraction: float, part: Path
+    ) -> tuple[dict[str, Tensor], list[dict[str, Any]], dict[str, str]]:
         """Train a classifier on the features with each method and several seeds.
 
         Returns:
@@ -202,7 +208,7 @@ class Quickstart:
         verdicts: list[dict[str, Any]] = []
         with (
             progress("comparing methods", SEEDS * len(wanted)) as advance,
-            tempfile.TemporaryDirectory(dir=self.out) as place,
+            tempfile.TemporaryDirectory(dir=part) as place,
         ):
             for seed in range(SEEDS):
                 began = self.clock.used
@@ -227,17 +233,23 @@ class Quickstart:
         return {method: torch.stack(rows) for method, rows in scores.items()}, verdicts, refused
 
     def doubts(self, data: Data, store: Store, labelled: Indices) -> tuple[list[int], dict[str, Any]]:
-        """Labels that a probe of the other photos would not give: their rows, and a list; none for sets of labels."""
+        """Labels that a classifier of the other photos disputes: their rows, and a list; none for sets of labels."""
         if data.train.given.ndim == 2:
             return [], {"doubts": []}
         self.clock.say("searching for doubtful labels")
-        doubts, sure = doubtful(store.rows("train", labelled), data.train.given[labelled], len(data.classes))
+        rows, readable = store.rows("train", labelled)
+        read = labelled[readable.numpy()]
+        given = data.train.given[torch.from_numpy(read)]
+        judged = judge_labels(rows[readable], given, len(data.classes))
+        chances, guess, order = judged.logits.softmax(1), judged.scores.argmax(1), disputed(judged, given)
         listed = [
-            {"id": data.train.ids[labelled[row]], "given": data.classes[given], "p_given": p_given,
-             "instead": data.classes[guess], "p_instead": p_guess}
-            for row, given, p_given, guess, p_guess in doubts
+            {"id": data.train.ids[read[row]], "given": data.classes[given[row]], "instead": data.classes[guess[row]],
+             "p_given": float(chances[row, given[row]]), "p_instead": float(chances[row, guess[row]]),
+             "p_wrong": float(judged.wrong[row])}
+            for row in order
         ]  # fmt: skip
-        return [int(labelled[row]) for row, *_ in doubts], {"held_out_accuracy": sure, "doubts": listed}
+        facts = {"wrong_share": list(judged.shares["wrong"]), "wrong_listed": sum(each["p_wrong"] for each in listed)}
+        return [int(read[row]) for row in order], {**facts, "doubts": listed}
 
     def model(self, method: str, fraction: float) -> dict[str, Any]:
         """Make the model that `predict` takes, in the time that is left; and the commands to go on with."""
@@ -249,7 +261,8 @@ class Quickstart:
         if made.train(refit=True):
             self.signals.raise_if_caught()
             raise Problem(f"{path}: training failed; its folder says why")
-        commands = {"predict": shlex.join(["finetune-mile", "predict", str(path), "PHOTOS"])}
+        commands = {"audit": shlex.join(["finetune-mile", "audit", how.data, "--init", self.init.text])}
+        commands |= {"predict": shlex.join(["finetune-mile", "predict", str(path), "PHOTOS"])}
         if made.facts["left_out"]:
             words = ["finetune-mile", "run", "--init", self.init.text, "--data", how.data, "--method", method]
             words += ["--arch", how.arch] if how.arch else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shlex
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from finetune_mile.core.files import whole_file
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.files import whole_stream
+from finetune_mile.core.problems import Problem, warn
 from finetune_mile.learning.loop import Loop
 from finetune_mile.training.folder import RunFolder
 from finetune_mile.training.processes import from_first
@@ -59,8 +58,8 @@ def write(folder: RunFolder, accelerator: Accelerator, step: int, content: dict[
         "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
         "random": states,
     }
-    with whole_file(folder.checkpoint_path(step)) as part:
-        torch.save(content, part)
+    with whole_stream(folder.checkpoint_path(step)) as stream:
+        torch.save(content, stream)
     folder.prune()
 
 
@@ -95,7 +94,7 @@ def load_together(folder: RunFolder, accelerator: Accelerator) -> dict[str, Any]
 
     def choose() -> int | None:
         nonlocal content
-        content = load_latest(folder, lambda sentence: sys.stderr.write(f"warning: {sentence}\n"))
+        content = load_latest(folder, warn)
         return None if content is None else content["step"]
 
     step = from_first(choose)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from finetune_mile.config.resolve import flat
 from finetune_mile.config.schema import Recipe
-from finetune_mile.core.files import write_json
+from finetune_mile.core.files import read_scores, write_json
 from finetune_mile.core.problems import Problem
 
 SETTINGS = "seeds.json"  # the recipe of all seeds
@@ -40,7 +40,7 @@ def summarise(path: Path, runs: list[Path]) -> None:
     from finetune_mile.measures import closing_rows
     from finetune_mile.training.display import wide_console
 
-    results = [json.loads((run / "results.json").read_text(encoding="utf-8")) for run in runs]
+    results = [read_scores(run / "results.json") for run in runs]
     shared = [key for key in results[0] if all(key in each for each in results)]
     values = {key: [float(each[key]) for each in results] for key in shared}
     spread = {key: statistics.stdev(each) if len(each) > 1 else 0.0 for key, each in values.items()}

@@ -16,7 +16,7 @@ from finetune_mile.checkpoints.init import parse_init
 from finetune_mile.checkpoints.loading import load_network
 from finetune_mile.compute.passes import Outputs, show
 from finetune_mile.core.files import write_json
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import Problem, warn
 from finetune_mile.images.order import Indices
 from finetune_mile.images.splits import one_label_each, stratified
 from finetune_mile.learning.losses import given_matrix
@@ -27,10 +27,10 @@ from finetune_mile.measures.verdicts import SCORES, score_of, units, with_edges
 from finetune_mile.networks.heads import Features, StandardisedLinear, get_head, set_head
 from finetune_mile.networks.parts import split_head
 from finetune_mile.training.features import FeatureSet, Store, embed, full_name, stored
-from finetune_mile.training.folder import OWN_SIZE, START, RunFolder
+from finetune_mile.training.folder import FIRST_STAGE, OWN_SIZE, START, RunFolder
 from finetune_mile.training.plan import HELD_OUT, has_trial, trial_steps
 from finetune_mile.training.processes import Device, from_first
-from finetune_mile.training.task import Model, Task, on_training_images
+from finetune_mile.training.task import Model, Task, on_training_images, second_task
 
 MOST_PROBE_IMAGES = 20_000  # of a probe; more would hardly move it
 MOST_PROBE_LABELS = 2_000_000  # images times classes of a probe that is only shown: seconds
@@ -138,7 +138,7 @@ def compare_sizes(task: Task, model: Model, device: Device, folder: RunFolder) -
             store = embed(device, wanted, about=about, rows={"train": labelled, "val": images})
         except Problem as problem:  # the run itself does not need them
             if main:
-                sys.stderr.write(f"warning: no probe at {own} pixels: {problem}\n")
+                warn(f"no probe at {own} pixels: {problem}")
             return
     bank, given, queries = _kept(task, store, labelled)
     logits = Outputs(_fit(task, bank, given).logits(queries.rows), queries.readable)
@@ -152,6 +152,19 @@ def compare_sizes(task: Task, model: Model, device: Device, folder: RunFolder) -
         f"size    to beat: a linear probe at the checkpoint's own {own} pixels has {scores[key]:.1f} % "
         f"{SCORES[key]}; this run shows images at {size} pixels\n"
     )
+
+
+def score_first_stage(task: Task, device: Device, learner: nn.Module, folder: RunFolder) -> None:
+    """Before a second stage: what the first one reaches on all validation images; all processes call it."""
+    if second_task(task) is None or FIRST_STAGE in folder.start():
+        return
+    images = np.arange(len(task.data.val))
+    outputs = device.outputs(learner, task.views("val"), images)
+    scores, measured = task.scores(outputs, torch.from_numpy(images), intervals=True)
+    key = score_of(scores)
+    if key is not None and device.accelerator.is_main_process:
+        lines = with_edges(scores, key) | units(measured)
+        write_json(folder.path / START, folder.start() | {FIRST_STAGE: lines})
 
 
 def _not_shown(task: Task, labelled: Indices) -> bool:

@@ -31,23 +31,25 @@ def train_phases(
 ) -> tuple[Loop, LabelMonitor]:
     """Train the phases that are left; `after` so many steps of another run follow."""
     recipe, accelerator, plan = task.recipe, device.accelerator, task.plan
-    start_classifier(task, model, device, folder)
+    with folder.times.of("features"):
+        start_classifier(task, model, device, folder)
     with Display(plan.total_steps, visible=visible and accelerator.is_main_process, after=after) as display:
         loop = make_loop(task, model, device, folder, display)
         if recipe.track != "none":
             accelerator.init_trackers(folder.path.name, config={"recipe": to_yaml(recipe)})
         step, extra = resume.restore(loop, folder, recipe.seed)
         display.begin(step)
-        watch = alarm(task)
+        watch, (curve, curve_images) = alarm(task), plan.curve(recipe)
         monitor = LabelMonitor(
             loop=loop, plan=plan, folder=folder, display=display, signals=device.signals, log_every=recipe.log_every,
             checkpoint_every=recipe.checkpoint_every, advice=watch.advice, task=task, device=device, alarm=watch,
+            curve=curve, curve_images=curve_images,
         )  # fmt: skip
         last = plan.total_steps
         try:
             if extra is not None:
                 monitor.resume(step, extra)
-            with threads_for(device.step_work):
+            with threads_for(device.step_work), folder.times.of("train"):
                 loop.train(plan.phases, step, monitor)
         except Enough as enough:
             (last,) = enough.args
@@ -89,7 +91,7 @@ def make_loop(task: Task, model: Model, device: Device, folder: RunFolder, displ
     return Loop(
         accelerator=accelerator, network=wrapped, roles=roles, optimizer=optimizer, state=state, objective=objective,
         average=None if settings.ema is None else Average(network, settings.ema, follower),
-        feed=partial(feed, task, device),
+        feed=lambda pool, step: folder.times.waiting(feed(task, device, pool, step), "data"),
         rate=task.rate, accumulate=int(recipe.accumulate), clip=settings.clip,
         reset_optimizer=recipe.traits.optimizer_state == "reset",
         frozen_norm=recipe.batch_norm == "frozen" and recipe.trunk != "frozen",  # a head's norm is not the checkpoint's

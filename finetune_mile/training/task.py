@@ -21,6 +21,7 @@ from finetune_mile.checkpoints.classifier import load_teacher
 from finetune_mile.checkpoints.init import Init
 from finetune_mile.checkpoints.loading import LoadReport, load_network
 from finetune_mile.compute.passes import Outputs
+from finetune_mile.config.resolve import second_stage
 from finetune_mile.config.schema import Recipe
 from finetune_mile.core.cores import local_processes
 from finetune_mile.core.problems import Problem
@@ -30,11 +31,11 @@ from finetune_mile.images.order import Indices, Mixture, Order, micro_batches
 from finetune_mile.images.pipeline import Augmentation, Views, batches, default_workers
 from finetune_mile.images.sets import Data, ImageSet
 from finetune_mile.images.sources import load_data, load_unlabelled
-from finetune_mile.images.splits import Pools, add_unlabelled, labelled_pools
+from finetune_mile.images.splits import Pools, add_unlabelled, labelled_pools, one_label_each
 from finetune_mile.images.truth import with_truth
 from finetune_mile.learning.mixing import Mix, draw_mix
 from finetune_mile.learning.optim import rate_at
-from finetune_mile.measures.metrics import Measured, measure
+from finetune_mile.measures.metrics import Measured, class_precisions, hits, measure, top_k
 from finetune_mile.measures.predictions import pick_probe
 from finetune_mile.measures.verdicts import edges
 from finetune_mile.networks.heads import set_head
@@ -48,7 +49,7 @@ from finetune_mile.networks.parts import (
 )
 from finetune_mile.networks.resnets import ResNet
 from finetune_mile.networks.vits import join_options, split_options
-from finetune_mile.training.plan import Plan, auto_rate, labelled_per_batch, make_plan
+from finetune_mile.training.plan import Plan, auto_rate, computing, labelled_per_batch, make_plan, second_steps
 from finetune_mile.training.processes import Device, Signals, on_device, start
 
 POOLS: tuple[Pool, ...] = ("labelled", "unlabelled", "all")
@@ -168,6 +169,23 @@ class Task:
         bad = {} if bool(good.all()) else {"bad_images": float((~good).sum())}
         return scores | bad, measured
 
+    def score(self, outputs: Outputs, picked: Tensor) -> dict[str, float]:
+        """Only the score that a run is judged by, and the images that it is of; arguments as in `scores`."""
+        logits, given = outputs.rows[outputs.readable], self.data.val.given[picked[outputs.readable]]
+        if given.ndim == 1:
+            value = float(hits(top_k(logits, 1), given).nanmean())
+        else:
+            ranked = logits if self.recipe.activation == "sigmoid" else logits.log_softmax(1)
+            value = 100 * float(class_precisions(ranked, [(given > 0, None)])[0].nanmean())
+        found = {"images": float(len(logits)), "accuracy" if given.ndim == 1 else "map": value}
+        return {key: value for key, value in found.items() if value == value}
+
+    @property
+    def evaluated(self) -> Tensor:
+        """The validation images that evaluations during the run are of."""
+        count = len(self.data.val)
+        return pick_probe(count, self.recipe.evaluate.images or count)
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """Logits (n, C), read as the recipe's activation says."""
         return logits.sigmoid() if self.recipe.activation == "sigmoid" else logits.softmax(1)
@@ -178,6 +196,44 @@ def images_of(data: Data, split: Split) -> ImageSet:
     images = {"train": data.train, "val": data.val, "test": data.test}[split]
     assert images is not None, f"there are no {split} images"
     return images
+
+
+def second_task(task: Task) -> Task | None:
+    """The second stage of a task: what it learns when the first stage is done; None where there is none.
+
+    It needs images that came without a label, or `--semi all`, which counts those whose label --fraction hides.
+    """
+    second, recipe, pools = second_stage(task.recipe), task.recipe, task.pools
+    came_without = recipe.unlabelled is not None or bool((one_label_each(task.data.train.given) < 0).any())
+    if second is None or not len(pools.indices["unlabelled"]) or (recipe.semi == "none" and not came_without):
+        return None
+    if second.epochs == "auto":
+        steps = second_steps(second, task.plan.total_steps * recipe.batch_size, len(pools.indices["unlabelled"]))
+        second = second.model_copy(update={"steps": steps, "epochs": None})
+    return unseen(task, with_rate(second, pools), pools)
+
+
+def second_cost(task: Task) -> float:
+    """The computing of a second stage, in steps of the first one; 0 where there is none."""
+    then = second_task(task)
+    return 0.0 if then is None else then.plan.total_steps * computing(then.recipe) / task.recipe.batch_size
+
+
+def with_rate(recipe: Recipe, pools: Pools) -> Recipe:
+    """A recipe whose learning rate is a number."""
+    if recipe.optimizer.lr != "auto":
+        return recipe
+    rate = auto_rate(len(pools.indices["labelled"]), frozen=recipe.trunk == "frozen")
+    return recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"lr": rate})})
+
+
+def unseen(task: Task, recipe: Recipe, pools: Pools) -> Task:
+    """The same task with another recipe or other labels; it is not evaluated while it trains."""
+    silent = {"evaluate": recipe.evaluate.model_copy(update={"images": 0}), "track": "none", "patience": None}
+    sizes = {name: len(members) for name, members in pools.indices.items()}
+    plan = make_plan(recipe, sizes)
+    recipe = recipe.model_copy(update={"steps": plan.total_steps, "epochs": None, **silent})
+    return dataclasses.replace(task, recipe=recipe, pools=pools, plan=plan)
 
 
 def image_views(
@@ -203,13 +259,6 @@ def feed(task: Task, device: Device, pool: Pool, first_step: int) -> Iterator[Ba
     return batches(views, keys, workers=device.workers, pin=device.pin)
 
 
-def evaluate(task: Task, device: Device, network: nn.Module) -> dict[str, float]:
-    """Scores on the validation images, or on as many of them as the recipe asks for."""
-    count = len(task.data.val)
-    picked = pick_probe(count, task.recipe.evaluate.images or count)
-    return task.scores(device.outputs(network, task.views("val"), picked.numpy()), picked)[0]
-
-
 def on_training_images(task: Task, device: Device, network: nn.Module, picked: Indices) -> tuple[Tensor, Tensor]:
     """A network's outputs and the given labels of some training images, without those that cannot be read."""
     rows, good = device.outputs(network, task.views("train"), picked)
@@ -229,9 +278,7 @@ def set_up(
     )
     _check_parts(recipe, accelerator)
     data, pools, plan = lay_out(recipe, data)
-    if recipe.optimizer.lr == "auto":
-        rate = auto_rate(len(pools.indices["labelled"]), frozen=recipe.trunk == "frozen")
-        recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"lr": rate})})
+    recipe = with_rate(recipe, pools)
     model, preprocess = _load(recipe, init, teacher_init, data.classes)
     device = Device(
         accelerator=accelerator, signals=signals, batch_size=recipe.batch_size,
@@ -247,6 +294,8 @@ def set_up(
         recipe=recipe, requested=requested, data=data, pools=pools, plan=plan, preprocess=preprocess, bad=bad,
         show=partial(image_views, preprocess, bad, recipe.seed),
     )  # fmt: skip
+    if (second := second_task(task)) is not None:
+        _check_parts(second.recipe, accelerator)
     return task, model, device
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
 from finetune_mile.config.resolve import to_yaml
+from finetune_mile.core.files import read_json
 from finetune_mile.core.problems import Problem
 from finetune_mile.measures.metrics import Measured
 from finetune_mile.training.features import on_features
@@ -14,21 +14,21 @@ from finetune_mile.training.finish import finish
 from finetune_mile.training.folder import REFIT, RunFolder, open_on_main, requested_settings
 from finetune_mile.training.monitor import recorded
 from finetune_mile.training.processes import Device, computing, warn_of_spread, weight_spread
-from finetune_mile.training.start import compare_sizes
+from finetune_mile.training.start import compare_sizes, score_first_stage
 from finetune_mile.training.steps import train_phases
 from finetune_mile.training.task import Model, Task
-from finetune_mile.training.trial import learner_of, refit, share_by_trial
+from finetune_mile.training.trial import learner_of, refit, shares_by_trial, with_second
 
 
 def open_folder(task: Task, model: Model, device: Device, path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
     """The run folder with all that is known before the first step; the first process makes or completes it."""
     recipe, now = task.recipe, task.pools.to_json(task.recipe.fraction, task.recipe.seed)
     if resume and (path / "split.json").is_file():
-        before = json.loads((path / "split.json").read_text(encoding="utf-8"))
+        before = read_json(path / "split.json")
         if any(before.get(key) != now[key] for key in ("labelled", "unlabelled", "sha256")):
             raise Problem(
                 f"--resume {path}: the training images changed since the run began: {before.get('labelled')} labelled "
-                f"and {before.get('unlabelled')} not, now {now['labelled']} and {now['unlabelled']}; restore them, or "
+                f"and {before.get('unlabelled')} not, now {now['labelled']} and {now['unlabelled']}. Restore them, or "
                 f"start a new run with --recipe {shlex.quote(f'{path}/recipe.yaml')}"
             )
     notes = {"init.json": model.report.to_json(), "split.json": now}
@@ -45,21 +45,30 @@ def train(task: Task, model: Model, device: Device, folder: RunFolder) -> tuple[
     with switches, recorded(device, folder, keep_checkpoints=bool(info.get("keep_checkpoints"))) as ending:
         first = model.copied() if info.get(REFIT) else None
         if "share" not in info or not (folder.path / "results.json").is_file():  # else only the refit is left
-            step_task, step_device = on_features(task, model, device)  # of features, with a frozen trunk
-            compare_sizes(task, model, device, folder)
+            with folder.times.of("features"):
+                step_task, step_device = on_features(task, model, device)  # of features, with a frozen trunk
+                compare_sizes(task, model, device, folder)
             try:
-                share = share_by_trial(step_task, model, step_device, folder)  # may train first: the trial
+                with folder.times.of("trial"):
+                    share, then = shares_by_trial(step_task, model, step_device, folder)  # may train first
                 loop, monitor = train_phases(step_task, model, step_device, folder)
+                learner, spread = learner_of(loop, share), weight_spread(model.learner)
+                score_first_stage(step_task, step_device, learner, folder)
+                with folder.times.of("then"):
+                    learner = with_second(step_task, model, step_device, folder, learner, then)
             except RuntimeError as error:  # torch.OutOfMemoryError is one
                 from finetune_mile.training.memory import advise
 
                 advise(task, model, device.accelerator, error)
                 raise
-            learner, spread = learner_of(loop, share), weight_spread(model.learner)
-            measured = finish(step_task, model, step_device, learner, folder, monitor.chosen, share)
             if device.accelerator.is_main_process:
                 speed = round(monitor.images_seen / monitor.busy_seconds, 1) if monitor.busy_seconds else None
-                folder.update(images_per_second=speed, share=share, **warn_of_spread(spread))
+                folder.update(images_per_second=speed)
+            with folder.times.of("report"):
+                measured = finish(step_task, model, step_device, learner, folder, monitor.chosen, (share, then))
+            if device.accelerator.is_main_process:
+                folder.update(share=share, then_share=then, **warn_of_spread(spread))
         if first is not None:
-            refit(task, first, device, folder)
+            with folder.times.of("refit"):
+                refit(task, first, device, folder)
     return ending.code, measured

@@ -1,18 +1,18 @@
-"""The same steps with other labels: the trial of `keep: best` holds some out first, `--refit` takes all at the end."""
+"""Steps around those of a run: the trial of `keep: best`, the second stage, and `--refit`."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from finetune_mile.checkpoints.exporting import CONFIG, write_export
 from finetune_mile.config.resolve import to_yaml
-from finetune_mile.core.files import whole_file, write_json
+from finetune_mile.core.files import read_json, read_scores, write_json, write_whole
 from finetune_mile.core.problems import Problem
 from finetune_mile.images.splits import Pools, hold_out, with_validation
 from finetune_mile.learning.loop import Loop
@@ -20,34 +20,39 @@ from finetune_mile.learning.losses import bce_rows, cross_entropy_rows, given_ma
 from finetune_mile.learning.roles import tensors_of
 from finetune_mile.measures.intervals import clearly_above
 from finetune_mile.pages.card import model_card
+from finetune_mile.training.explain import about_second
 from finetune_mile.training.features import on_features
-from finetune_mile.training.folder import REFIT, TRIAL, RunFolder
-from finetune_mile.training.plan import HELD_OUT, MOST_LABELS, has_trial, make_plan, trial_steps
-from finetune_mile.training.processes import Device
+from finetune_mile.training.folder import REFIT, SECOND, TRIAL, RunFolder
+from finetune_mile.training.plan import HELD_OUT, MOST_LABELS, has_trial, trial_steps
+from finetune_mile.training.processes import Device, from_first
 from finetune_mile.training.steps import train_phases
-from finetune_mile.training.task import Model, Task, on_training_images
+from finetune_mile.training.task import Model, Task, on_training_images, second_task, unseen
 
 SHARES = (1.0, 0.5)  # in the order of preference
 
 
-def share_by_trial(task: Task, model: Model, device: Device, folder: RunFolder) -> float:
-    """How far the weights of a run go from the first ones (0) to the last ones (1).
+def shares_by_trial(task: Task, model: Model, device: Device, folder: RunFolder) -> tuple[float, float]:
+    """How far the weights of a run go from the first ones (0) to the last ones (1), in each of its two stages.
 
     All the way for `keep: last`, and with very many labels. Otherwise a trial decides: a run that holds a fifth of the
-    labels out, in a folder of its own inside the run's, where a stopped one is continued. It takes the first of SHARES
-    that these labels do not reject. Few labels cannot judge: half the way.
+    labels out, in a folder of its own inside the run's, where a stopped one is continued. For each stage it takes the
+    first of SHARES that these labels do not reject. Few labels cannot judge: half the way.
     """
     if task.recipe.keep == "last":
-        return 1.0
+        return 1.0, 1.0
     decided, labelled = folder.path / TRIAL / "decision.json", len(task.pools.indices["labelled"])
     if decided.is_file():
-        return float(json.loads(decided.read_text(encoding="utf-8"))["share"])
+        found = read_json(decided)
+        first, then = found.get("share"), found.get("then_share", 1.0)
+        if not isinstance(first, int | float) or not isinstance(then, int | float):
+            raise Problem(f"{decided} is damaged (a share is not a number); restore it from a copy, or begin a new run")
+        return first, then
     if not has_trial(task.recipe, labelled):
-        return 1.0 if labelled > MOST_LABELS else 0.5
+        return (1.0, 1.0) if labelled > MOST_LABELS else (0.5, 0.5)
     try:
         pools = hold_out(task.pools, HELD_OUT, task.recipe.seed)
     except Problem:  # one image a class
-        return 0.5
+        return 0.5, 0.5
     trial = with_labels(task, pools, trial_steps(task.plan.total_steps, len(pools.indices["labelled"]) / labelled))
     inside, main = open_inside(trial, device, folder, TRIAL), device.accelerator.is_main_process
     if main:
@@ -56,13 +61,47 @@ def share_by_trial(task: Task, model: Model, device: Device, folder: RunFolder) 
             "which decide how far the weights go; then the run with all labels\n"
         )
     loop, _ = train_phases(trial, model.copied(), device, inside, after=task.plan.total_steps)
-    losses = {each: held_out_losses(trial, device, learner_of(loop, each)) for each in (*SHARES, 0.0)}
-    share, means = not_rejected(losses), {f"{each:g}": float(some.mean()) for each, some in losses.items()}
+    share, losses = decide(trial, device, loop)
+    decision: dict[str, Any] = {"held_out": len(pools.calibration), "share": share, "losses": losses}
+    then = second_task(trial)
+    if then is not None:
+        second = train_second(then, model, device, inside, learner_of(loop, share))
+        decision["then_share"], decision["then_losses"] = decide(then, device, second)
     if main:
-        write_json(decided, {"share": share, "held_out": len(pools.calibration), "losses": means})
+        write_json(decided, decision)
         inside.prune(0)  # as large as those of the run, and of no more use
     device.accelerator.free_memory()
-    return share
+    return share, decision.get("then_share", 1.0)
+
+
+def decide(trial: Task, device: Device, loop: Loop) -> tuple[float, dict[str, float]]:
+    """The share of the way that held-out labels do not reject, and their mean losses by share."""
+    losses = {each: held_out_losses(trial, device, learner_of(loop, each)) for each in (*SHARES, 0.0)}
+    return not_rejected(losses), {f"{each:g}": float(some.mean()) for each, some in losses.items()}
+
+
+def with_second(
+    task: Task, model: Model, device: Device, folder: RunFolder, learner: nn.Module, share: float
+) -> nn.Module:
+    """What the second stage of a task makes of the learner of the first one; the learner, where there is none.
+
+    `share`: how far the weights go; 0: the trial has shown that the second stage does harm, and it is left out.
+    """
+    then = second_task(task)
+    if then is None or share == 0:
+        return learner
+    return learner_of(train_second(then, model, device, folder, learner), share)
+
+
+def train_second(then: Task, model: Model, device: Device, folder: RunFolder, learner: nn.Module) -> Loop:
+    """Train a second stage in a folder of its own inside that of the first one, where a stopped one is continued."""
+    device.accelerator.free_memory()
+    network = model.exported(learner)
+    inside = open_inside(then, device, folder, SECOND)
+    if device.accelerator.is_main_process:
+        sys.stderr.write(f"then    {about_second(then)}\n")
+    loop, _ = train_phases(then, dataclasses.replace(model, network=network, learner=network), device, inside)
+    return loop
 
 
 def not_rejected(losses: Mapping[float, Tensor]) -> float:
@@ -103,7 +142,7 @@ def refit(task: Task, model: Model, device: Device, folder: RunFolder) -> None:
         raise Problem("--refit: images that come from several environments cannot be joined with validation images")
     pools = with_validation(task.pools, task.data.val)
     labels, before = (len(each.indices["labelled"]) for each in (pools, task.pools))
-    results = json.loads((folder.path / "results.json").read_text(encoding="utf-8"))
+    results = read_scores(folder.path / "results.json")
     steps = results.get("chosen_step", task.plan.total_steps) * labels / before
     again = with_labels(task, pools, max(round(steps), 1))
     again = dataclasses.replace(again, data=dataclasses.replace(task.data, train=pools.images))
@@ -113,14 +152,14 @@ def refit(task: Task, model: Model, device: Device, folder: RunFolder) -> None:
     if main:
         sys.stderr.write(f"refit   {again.plan.total_steps:,} steps with {labels:,} labels\n")
     loop, _ = train_phases(step_task, model, step_device, inside)
-    learner = learner_of(loop, float(folder.info["share"]) if main else 1.0)
+    shares = from_first(lambda: (float(folder.info["share"]), float(folder.info.get("then_share", 1.0))))
+    learner = with_second(again, model, device, inside, learner_of(loop, shares[0]), shares[1])
     if not main:
         return
-    config = json.loads((folder.path / "export" / CONFIG).read_text(encoding="utf-8"))
+    config = read_json(folder.path / "export" / CONFIG)
     config |= {"refit_labels": labels, "steps": again.plan.total_steps}
     write_export(folder.path / "export", model.exported(learner), config)
-    with whole_file(folder.path / "export/README.md") as part:
-        part.write_text(model_card(config, results, "own"), encoding="utf-8")
+    write_whole(folder.path / "export/README.md", model_card(config, results, "own"))
     inside.prune(0)
     sys.stdout.write(
         f"Trained again on all {labels:,} labelled images (--refit): predict and export use these weights. The scores "
@@ -130,10 +169,7 @@ def refit(task: Task, model: Model, device: Device, folder: RunFolder) -> None:
 
 def with_labels(task: Task, pools: Pools, steps: int) -> Task:
     """The same task with other labels, in so many steps; it is not evaluated."""
-    unseen = {"evaluate": task.recipe.evaluate.model_copy(update={"images": 0}), "track": "none", "patience": None}
-    recipe = task.recipe.model_copy(update={"steps": steps, **unseen})
-    sizes = {name: len(members) for name, members in pools.indices.items()}
-    return dataclasses.replace(task, recipe=recipe, pools=pools, plan=make_plan(recipe, sizes))
+    return unseen(task, task.recipe.model_copy(update={"steps": steps}), pools)
 
 
 def open_inside(

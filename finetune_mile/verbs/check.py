@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from finetune_mile.checkpoints.init import parse_init, parse_source
 from finetune_mile.config.flags import Flags, build_parser, parse, verb_parser
 from finetune_mile.config.resolve import resolve_anywhere
-from finetune_mile.core.problems import Problem, tell
+from finetune_mile.core.console import open_console
+from finetune_mile.core.problems import LONGEST_LINE, Problem, inert, tell
 from finetune_mile.images.sources import check_truth, load_data, split_name
 
 if TYPE_CHECKING:
@@ -44,13 +45,14 @@ FLAGS: Flags = {
     "--classes": {"type": int, "metavar": "N", "help": "classes of data that is elsewhere"},
     "--bank": {
         "metavar": "N",
-        "help": "training images of k-NN, or all, as published (default: 20000 if nothing else can be compared)",
+        "help": "training images for k-NN; all: as published (default: 20000, where no other score can be compared)",
     },
     "--table": {"metavar": "NAME", "help": "the price of a table below recipes/tables/, or of a file; takes --set"},
     "--quick": {"action": "store_true", "help": "with --table: its short form"},
     "--runs": {"type": Path, "metavar": "DIR", "help": "with --table: where its run folders are"},
 }
 USAGE = "finetune-mile check --data DATA [--init NAME] [flags of finetune-mile run] [flags below]"
+LONGEST_REPORT = 2000  # characters of one line about data
 ABOUT = (
     "Check the data and, with --init or other flags of a run, everything that the run needs. Takes the flags of the "
     "run (`finetune-mile run --help`)."
@@ -115,7 +117,7 @@ def _check_data(text: str, truth: str | None, look: Callable[[Data], tuple[list[
 
         data = with_truth(data, truth)
     lines, bad = look(data)
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write("".join(f"{inert(line, 4 * LONGEST_LINE)}\n" for line in lines))
     return code or (1 if bad else 0)
 
 
@@ -130,11 +132,10 @@ def _count(flag: str, text: str | None) -> int | None:
 
 def _report(checks: Iterable[Check]) -> int:
     """Print each check when it is done, then what to do about those that failed, and the verdict."""
-    from rich.console import Console
-
     from finetune_mile.training.processes import from_first
 
-    out = Console(soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=os.environ.get("RANK", "0") != "0")
+    alone = os.environ.get("RANK", "0") == "0"
+    out = open_console(soft_wrap=True, highlight=False, markup=False, emoji=False, quiet=not alone)
     said = []
     for check in checks:
         out.print(f"{check.name:<9}{check.state:<6}{check.text}")

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     from finetune_mile.training.processes import Signals, stoppable
 
     def work(accelerator: Accelerator, signals: Signals) -> None:
-        store = how.everything(accelerator, signals, path=options.out, views=options.views)
+        store, _ = how.everything(accelerator, signals, path=options.out, views=options.views)
         if not accelerator.is_main_process:
             return
         train, val = store.features("train"), store.state("val")

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from finetune_mile.config.flags import Flags, Parser, attempt, check_all, outside, verb_parser
+from finetune_mile.core.files import leftovers
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
 from finetune_mile.images.sources import check_truth, split_name
@@ -38,7 +39,7 @@ FLAGS: dict[str, Flags] = {
         "--activation": {"choices": ("softmax", "sigmoid"), "help": "default: what the model was trained with"},
         "--rule": {
             "choices": ("threshold", "argmax_or_threshold", "argmax"),
-            "help": "set that the plain f1@... means (default: the run's, else threshold)",
+            "help": "which labels count as predicted, for f1@... and coverage@... (default: the run's, else threshold)",
         },
         "--batch-size": {"type": int, "default": 128, "help": "over all processes (default: %(default)s)"},
         "--workers": {"type": int, "help": "loader processes (default: from the cores)"},
@@ -118,8 +119,9 @@ def check(options: argparse.Namespace, *unknown: str) -> Evaluation:
 def _check_out(out: Path, overwrite: bool) -> None:
     if out.exists() and not out.is_dir():
         raise Problem(f"--out {out}: is a file; choose another name")
-    if out.is_dir() and any(out.iterdir()):
-        if not (out / "eval.json").is_file():
+    names = {entry.name for entry in out.iterdir()} - leftovers(out) if out.is_dir() else set()
+    if names:
+        if "eval.json" not in names:
             raise Problem(f"--out {out}: exists and is not an evaluation; choose another name")
         if not overwrite:
             raise Problem(f"--out {out}: holds an evaluation; choose another name, or use --overwrite")

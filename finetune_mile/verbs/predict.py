@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -13,8 +13,8 @@ from pathlib import Path
 from finetune_mile.checkpoints.init import parse_source
 from finetune_mile.config.flags import Flags, attempt, check_all, outside, verb_parser
 from finetune_mile.core.console import progress
-from finetune_mile.core.files import check_empty
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.files import begun, check_empty
+from finetune_mile.core.problems import Problem, inert, warn
 from finetune_mile.core.types import LARGEST_BATCH, MOST_WORKERS
 from finetune_mile.images.bad_images import say_unreadable
 
@@ -58,11 +58,7 @@ def main(argv: list[str]) -> int:
         attempt(problems, check_empty, options.annotate, "--annotate")
     names = [name for word in options.images for name in attempt(problems, _names_in, word) or ()]
     check_all(problems)
-    try:
-        return _predict(options, names)
-    except BrokenPipeError:  # such as `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
-        return 128 + signal.SIGPIPE
+    return _predict(options, names)
 
 
 def _names_in(word: str) -> list[str]:
@@ -81,7 +77,7 @@ def _names_in(word: str) -> list[str]:
 
     scan = scan_tree(path, f"IMAGES {word}")
     if len(scan.unread):
-        sys.stderr.write(f"warning: {word}: {say_unreadable(count_endings(scan.unread))}\n")
+        warn(f"{word}: {say_unreadable(count_endings(scan.unread))}")
     if not len(scan.names):
         raise Problem(f"IMAGES {word}: no images in this folder or below it ({', '.join(ENDINGS)})")
     return [str(path / name) for name in scan.names]
@@ -113,17 +109,21 @@ def _predict(options: argparse.Namespace, names: list[str]) -> int:
         opened, images, thresholds, device=str(PartialState().device), batch_size=options.batch_size,
         workers=options.workers,
     )  # fmt: skip
-    with progress("images", len(names), quiet=out.isatty()) as advance:  # on a terminal the results are the progress
+    copies: contextlib.AbstractContextManager[Path | None] = contextlib.nullcontext()
+    if options.annotate is not None:
+        copies = begun(options.annotate)
+    quiet = out.isatty()  # on a terminal the results are the progress
+    with copies as folder, progress("images", len(names), quiet=quiet) as advance:
         for sample, labels in found:
             advance(1)
             if isinstance(labels, str):
-                sys.stderr.write(f"warning: {names[sample]} is skipped: {labels}\n")
+                warn(f"{inert(names[sample])} is skipped: {labels}")
                 skipped += 1
                 continue
             out.write(say_labels(options.format, names[sample], labels, one=one, width=width))
             out.flush()
-            if options.annotate is not None:
-                write_copy(images, sample, labels, options.annotate, taken)
+            if folder is not None:
+                write_copy(images, sample, labels, folder, taken)
     out.flush()
     seconds, read = time.monotonic() - began, len(names) - skipped
     bad = f", {skipped:,} skipped" if skipped else ""

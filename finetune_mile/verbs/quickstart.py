@@ -24,8 +24,8 @@ EPILOG = """examples:
   finetune-mile quickstart photos                         photos/CLASS/IMAGE.jpg, or photos/train/... and photos/val/...
   finetune-mile quickstart photos --init moco.pth.tar --minutes 30
 
-Without --init: a checkpoint file in DIR, else a downloaded card, else dinov2-s if you agree to its download (asked
-once, on a terminal; --download agrees), else the small network that comes with the package.
+Without --init it takes a checkpoint file in DIR, or a card that was downloaded before. Otherwise it asks once, on a
+terminal, whether to download dinov2-s (--download agrees). Otherwise it takes the small network of the package.
 """
 
 

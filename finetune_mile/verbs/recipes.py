@@ -11,7 +11,7 @@ from pathlib import Path
 
 from finetune_mile.config.flags import Flags, verb_parser
 from finetune_mile.config.resolve import NO_RUNS, find_recipe
-from finetune_mile.core.files import shipped, whole_file
+from finetune_mile.core.files import shipped, write_whole
 from finetune_mile.core.problems import Problem
 
 EPILOG = """examples:
@@ -51,8 +51,7 @@ def main(argv: list[str]) -> int:
     if base is not None:  # it is named from here, no longer from beside the recipe
         called = find_recipe(base[1], builder=path).relative_to(shipped("recipes")).with_suffix("")
         text = f"{text[: base.start(1)]}{called}{text[base.end(1) :]}"
-    with whole_file(options.file) as part:
-        part.write_text(text, "utf-8")
+    write_whole(options.file, text)
     sys.stdout.write(f"{options.file}: use it with finetune-mile run --recipe {shlex.quote(str(options.file))}\n")
     return 0
 

@@ -7,13 +7,12 @@ import json
 import shlex
 import sys
 
-from rich.console import Console
-
 from finetune_mile.checkpoints.cards import find_card
 from finetune_mile.checkpoints.choosing import cards_table, choose_cards, facts_of, summary
 from finetune_mile.checkpoints.init import parse_init
 from finetune_mile.config.flags import init_text
 from finetune_mile.config.weights_flags import build_parser
+from finetune_mile.core.console import open_console
 from finetune_mile.core.problems import Problem
 
 _LINE = 150  # characters of a line of `ls` with all columns
@@ -29,7 +28,7 @@ def main(argv: list[str]) -> int:
 
 
 def _say(*lines: str) -> int:
-    console = Console(soft_wrap=True, highlight=False)
+    console = open_console(soft_wrap=True, highlight=False)
     for line in lines:
         console.print(line, markup=False)
     return 0
@@ -41,8 +40,8 @@ def _ls(args: argparse.Namespace) -> int:
         return _say(json.dumps([summary(card) for card in cards], indent=2))
     if not cards:
         raise Problem("no card fits these filters; leave one of them out")
-    terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=_LINE)
+    terminal = open_console()
+    console = terminal if terminal.is_terminal else open_console(width=_LINE)
     console.print(cards_table(cards, wide=console.width >= _LINE))
     return 0
 

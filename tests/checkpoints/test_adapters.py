@@ -40,7 +40,7 @@ def fit(contents: Contents, name: str) -> None:
     tensors = {n: t for n, t in adapted.tensors.items() if not n.startswith(("fc.", "proj."))}
     shapes = {n: tuple(t.shape) for n, t in tensors.items()}
     arch = read_arch(shapes, Marks(cifar_stem=found.adapter.cifar_stem), source="sample.pth")
-    check_fit(build_for(arch, found.adapter.padding, None), tensors, source="sample.pth")
+    check_fit(build_for(arch, found.adapter.padding, tensors), tensors, source="sample.pth")
 
 
 def place_of(contents: Contents, tensor: Tensor) -> tuple[dict[str, object], str]:

@@ -129,9 +129,9 @@ def test_timm_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyP
         load("timm:resnet18")
 
 
-def test_a_run_without_export_says_so(tmp_path: Path) -> None:
+def test_a_run_that_is_not_finished_says_so(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(Problem, match="no export/ yet"):
+    with pytest.raises(Problem, match="this run is not finished; continue it with --resume"):
         load(tmp_path)
 
 

@@ -77,7 +77,7 @@ def test_a_message_names_its_flag(here):
                            "photos::": "--teacher photos::: nothing follows"}.items():  # fmt: skip
         with pytest.raises(Problem, match=sentence):
             parse_source(text, "--teacher")
-    with refused("--teacher run", "export/"):
+    with refused("--teacher run", "is not finished", "--resume"):
         locate(parse_source("run", "--teacher"))
     with pytest.raises(Missing, match="--model nothing: no such file, and no card"):
         parse_init("nothing", "--model")

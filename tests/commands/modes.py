@@ -68,6 +68,9 @@ MODES |= {
     "role": [*OTHER, "role"],
 }
 
+THEN = "then={method: averaged-teacher, labelled_share: 0.4, views: weak-strong, optimizer: {ema: 0.9}, steps: 12}"
+MODES |= {"two-stages": [*OTHER, "sigmoid", *TENTH, "all", "--set", THEN]}
+
 RULES = ["--data", "demo:400", "--head-init", "probe", "--keep", "best", "--lr", "0.003"]
 RULES += [
     "--set=batch_norm=frozen",

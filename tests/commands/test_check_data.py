@@ -76,8 +76,8 @@ def test_all_problems_of_a_folder_are_told_at_once_and_the_images_are_read_all_t
     flag = f"error: --data folder:{folder}"
     assert said.err.splitlines()[:5] == [
         f"{flag}: no image in class leer; remove the folder or fill it",
-        f"{flag}: stray.jpg is not in a class folder; expected one folder per class: CLASS/IMAGE.jpg (images without "
-        "labels go into unlabelled/, or are given with --unlabelled DIR)",
+        f"{flag}: stray.jpg is not in a class folder. Expected one folder per class: CLASS/IMAGE.jpg. Images without "
+        "labels go into unlabelled/, or are given with --unlabelled DIR",
         f"{flag} (val/): no image in classes hohl, leer; remove these folders or fill them",
         f"{flag}: val/ has class Cat, train/ has cat: likely the same; rename one",
         f"{flag}: val/ has classes that train/ lacks: new",

@@ -13,9 +13,10 @@ from shortcuts import ROOT
 
 import finetune_mile
 from finetune_mile.cli import main
+from finetune_mile.compute.rows import BAD, DONE, MISSING, Store
 from finetune_mile.images.sources import load_data
 from finetune_mile.training import features
-from finetune_mile.training.features import BAD, DONE, MISSING, Store, images_hash, stamper
+from finetune_mile.training.features import images_hash, stamper
 
 INIT, SMALL = "simclr-demo", ["--workers", "0", "--batch-size", "4"]
 
@@ -49,9 +50,9 @@ def computed(monkeypatch):
     """The rows that were written since the start of the test, as (split, index)."""
     rows, write = [], features._write_rows
 
-    def note(target, like, members, *others):
-        rows.extend((Path(target.name).name.partition(".")[0], i) for i in members.tolist())
-        write(target, like, members, *others)
+    def note(writer, members, outputs):
+        rows.extend((writer.path.name.partition(".")[0], i) for i in members.tolist())
+        write(writer, members, outputs)
 
     monkeypatch.setattr(features, "_write_rows", note)
     return rows
@@ -148,7 +149,7 @@ def test_features_of_something_else_are_neither_used_nor_overwritten(photos, tmp
     (tmp_path / "mine/notes.txt").write_text("mine")
     assert "holds no features" in refused(capsys, photos, tmp_path / "mine")
     (out / "features.json").write_text("{")
-    assert "features.json: is damaged" in refused(capsys, photos, out)
+    assert "has a damaged features.json" in refused(capsys, photos, out)
 
 
 def test_verify_compares_contents(photos, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """A run that learns nothing says so: in training, and as the first line of everything that it leaves behind."""
 
 import json
+import re
 
 from shortcuts import SHORT
 
@@ -25,7 +26,7 @@ def test_a_run_that_learns_nothing_says_so_first(tmp_path, capsys):
     assert results["chance_accuracy"] == 10.0
     assert 10.0 <= results["majority_accuracy"] < 30.0
     body = (out / "report.html").read_text().partition("<body>")[2].strip()
-    assert body.startswith(f'<p class="warning"><strong>Warning:</strong> {sentence}')
+    assert sentence in body.partition("<h2")[0], "before everything else"
     card = (out / "export/README.md").read_text().split("---\n", 2)[2]
     assert card.startswith(f"> **Warning:** {sentence}")
 
@@ -34,6 +35,6 @@ def test_a_loss_that_is_not_finite_names_the_flags(tmp_path, capsys):
     flags = ["--lr", "1e30", "--set", "optimizer.name=sgd", "--set", "optimizer.head_lr=1e30"]
     assert main([*FLAGS, *flags, "--out", str(tmp_path / "run")]) == 1
     said = capsys.readouterr().err
-    assert "error: the loss is nan at step 5 (interaction 0). Most likely the learning rate" in said
+    assert re.search(r"error: the loss is nan at step \d+ \(interaction 0\). Most likely the learning rate", said)
     assert "--lr 1e+29 --set optimizer.head_lr=1e+29" in said
     assert "--set optimizer.clip=1" in said

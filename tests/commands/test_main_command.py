@@ -101,7 +101,7 @@ def test_without_imagenet_it_says_where_to_put_it(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     assert main(MAIN) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "set IMAGENET_DIR to its folder, or put it into data/imagenet, or download the hub's" in line
+    assert "Set IMAGENET_DIR to its folder, or put it into data/imagenet, or download the hub's" in line
 
 
 def test_without_the_weights_it_says_where_to_put_them(tmp_path, monkeypatch, capsys):

@@ -4,16 +4,13 @@ import json
 import re
 
 import pytest
-import torch
 from shortcuts import COLOURS, tinted, tinted_photos
 
 from finetune_mile.checkpoints.cards import folder_of, list_cards, read_card
 from finetune_mile.checkpoints.choosing import choose_init
 from finetune_mile.cli import main
-from finetune_mile.compute.passes import Outputs
 from finetune_mile.config.flags import parse
 from finetune_mile.core.problems import Problem
-from finetune_mile.measures.probing import doubtful
 from finetune_mile.training import plan as planning
 from finetune_mile.training import quickstart
 from finetune_mile.training.minutes import InTime
@@ -165,17 +162,3 @@ def test_what_cannot_work_is_one_sentence(photos, tmp_path, monkeypatch, capsys,
     assert main(["quickstart", str(photos), *(word.format(photos=photos) for word in words)]) == 2
     assert sentence in re.sub(r"\s+", " ", capsys.readouterr().err)
     assert not any(tmp_path.iterdir())
-
-
-def test_doubtful_labels_come_least_likely_first():
-    draw = torch.Generator().manual_seed(0)
-    labels = torch.arange(4).repeat(25)
-    features = torch.eye(4)[labels] * 4 + torch.randn(100, 4, generator=draw) * 0.5
-    wrong = labels.clone()
-    wrong[10], wrong[21] = (labels[10] + 1) % 4, -1
-    listed, accuracy = doubtful(Outputs(features, torch.ones(len(features), dtype=torch.bool)), wrong, 4)
-    assert listed[0][:2] == (10, int(wrong[10]))
-    assert listed[0][3] == int(labels[10])
-    assert [given for _, _, given, _, _ in listed] == sorted(given for _, _, given, _, _ in listed)
-    assert 21 not in [row for row, *_ in listed]
-    assert accuracy == pytest.approx(100 * (1 - len(listed) / 99))

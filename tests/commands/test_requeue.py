@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from shortcuts import ROOT, SHORT_MILE
 
 import finetune_mile
+from finetune_mile.cli import main as command
 from finetune_mile.run import main
 
 FLAGS = [*SHORT_MILE, "--steps", "12", "--data", "demo:60", "--set", "evaluate.images=10"]
@@ -108,6 +109,7 @@ def refuse(*_):
     raise AssertionError("only the first process may look at the folder")
 if os.environ["RANK"] == "1":
     folder._choose_folder = folder.check_free = folder.next_folder = refuse
+from finetune_mile.cli import main as command
 from finetune_mile.run import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -142,3 +144,25 @@ def test_seeds_are_for_one_process(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([*FLAGS, "--seeds", "2", "--out", str(tmp_path / "seeds")]) == 2
     assert "start one run per seed" in capsys.readouterr().err
+
+
+def test_finished_is_one_answer_for_every_command(tmp_path, capsys):
+    """A run was killed after results.json, before export/: --seeds counted it as done, and printed its mean."""
+    out = tmp_path / "seeds"
+    words = [*FLAGS, "--seeds", "1", "--out", str(out)]
+    assert main(words) == 0
+    run, weights = out / "seed-0", out / "seed-0/export/model.safetensors"
+    before, info = weights.read_bytes(), json.loads((run / "run.json").read_text())
+    info = {key: value for key, value in info.items() if key not in ("share", "images_per_second")}
+    (run / "run.json").write_text(json.dumps(info | {"status": "running"}))  # as a kill after results.json leaves it
+    for verb in ("predict", "eval", "export"):
+        more = {"predict": ["photo.png"], "eval": [], "export": ["--to", "torch", "--out", str(tmp_path / "torch")]}
+        source = ["--model", f"run:{run}"] if verb == "eval" else [str(run)]
+        (tmp_path / "photo.png").touch()
+        assert command([verb, *source, *(str(tmp_path / word) if "." in word else word for word in more[verb])]) == 2
+        assert f"this run is not finished; continue it with --resume {run}" in capsys.readouterr().err
+    assert main(["--init", str(run), "--data", "demo:60", "--explain"]) == 2
+    weights.unlink()
+    assert main(words) == 0
+    assert weights.read_bytes() == before
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"

@@ -15,7 +15,8 @@ from finetune_mile.images.sources import load_data
 from finetune_mile.networks.heads import build, get_head, new_head
 from finetune_mile.networks.parts import blocks_of, choose_trainable
 from finetune_mile.run import main
-from finetune_mile.training import features, finish, monitor
+from finetune_mile.training import features, finish
+from finetune_mile.training.processes import Device
 
 PLAIN = ["--arch", "resnet-demo-gn", "--set", "augment.crop=none", "--set", "augment.flip=false"]
 FROZEN = [*PLAIN, "--trunk", "frozen"]
@@ -34,9 +35,9 @@ def embedded(monkeypatch):
     """How many images were shown to a backbone for their features."""
     rows, write = [], features._write_rows
 
-    def note(target, like, members, *others):
+    def note(writer, members, outputs):
         rows.extend(members.tolist())
-        write(target, like, members, *others)
+        write(writer, members, outputs)
 
     monkeypatch.setattr(features, "_write_rows", note)
     return rows
@@ -101,8 +102,8 @@ def test_other_heads_are_trained_and_exported(run_demo, tmp_path, monkeypatch, c
         learners.append(network)
 
     monkeypatch.setattr(finish, "write_export", keep)
-    scored, evaluate = [], monitor.evaluate
-    monkeypatch.setattr(monitor, "evaluate", lambda *given: scored.append(given[2]) or evaluate(*given))
+    scored, outputs = [], Device.outputs
+    monkeypatch.setattr(Device, "outputs", lambda self, *given: scored.append(given[0]) or outputs(self, *given))
     flags = [*SHORT, "--method", "sigmoid", "--data", "demo:40", "--arch", arch, "--trunk", "frozen", *WIDE]
     size = 160 if arch.startswith("timm") else 24
     out = run_demo("run", *flags, "--set", f"head={head}", "--set", f"size={size}", "--set", "head_weight=normal")

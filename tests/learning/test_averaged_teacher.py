@@ -71,6 +71,36 @@ def test_the_loss_is_that_of_a_loop_over_images(batch, kind):
     assert (logits.grad[~ignored] != 0).any(1).all()
 
 
+@pytest.mark.parametrize("settings", [{"targets": "best"}, {"targets": "soft"}, {"rest": "negative"}])
+def test_other_targets_are_those_of_a_loop_over_images(batch, settings):
+    given, teacher, logits = batch
+    teacher[2, 0] = 3.0  # two confident classes: a set, or the best of them
+    phase = phase_of(block(loss="bce", **settings))
+    targets = METHOD.targets(phase, teacher)
+    total = 0.0
+    for row in range(8):
+        if given[row].any():
+            continue
+        sure = teacher[row].sigmoid()
+        goal = sure if settings.get("targets") == "soft" else (sure >= 0.6).float()
+        if settings.get("targets") == "best":
+            goal = goal * F.one_hot(sure.argmax(), C)
+        counts = goal.any() or settings.get("rest") == "negative"
+        total += F.binary_cross_entropy_with_logits(logits[row], goal, reduction="sum") * counts
+    labelled = sum(F.binary_cross_entropy_with_logits(logits[r], given[r], reduction="sum") for r in (0, 4))
+    found = METHOD.loss(phase, logits, targets, step_of(given))
+    assert found.item() == pytest.approx((labelled / 2 + 0.5 * total / 6).item(), rel=1e-5)
+
+
+def test_a_copy_of_the_learner_is_taken_anew_by_number():
+    phases = METHOD.phases(block(renew=3), Budget(total_steps=7, steps_per_epoch=1, pool="all", labelled_share=SHARE))
+    assert [phase.steps for phase in phases] == [3, 2, 2]
+    assert [phase.start for phase in phases] == ["init", "learner", "learner"]
+    assert all(phase.becomes == ("teacher", "student") for phase in phases)
+    assert [phase.continues for phase in phases] == [False, True, True]
+    assert METHOD.traits(block(renew=3)).teacher == "snapshot"
+
+
 def test_parts_of_a_batch_add_up_to_its_loss(batch):
     given, teacher, logits = batch
     phase = phase_of(block())

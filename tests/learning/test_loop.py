@@ -81,8 +81,13 @@ def test_both_variants_equal_a_naive_loop(run_demo):
              "--set", "accumulate=2"],
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            [*SHORT, "--method", "averaged-teacher", "--semi", "all", "--fraction", "0.1",
+             "--set", "labelled_share=0.5", "--set", "averaged_teacher.renew=3", "--set", "views=weak-strong"],
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["paper", "published", "noisy-student", "averaged-teacher"],
+    ids=["paper", "published", "noisy-student", "averaged-teacher", "copied-teacher"],
 )  # fmt: skip
 def test_a_stop_after_any_step_changes_nothing(run_demo, tmp_path, stop_at, flags):
     whole = run_demo("whole", *flags)

@@ -114,7 +114,8 @@ def test_latex_escapes_and_html_needs_nothing_from_outside():
     assert "50 % &amp; &lt;more&gt;" in page
     assert "data:image/png;base64,cG5n" in page
     assert "http" not in page
-    assert 'class="bad">NOT met' in page
+    assert 'class="bad">✗ NOT met' in page
+    assert page.index("What came out") < page.index("<table>") < page.index('<img src="data:'), "numbers first"
 
 
 def test_records_survive_the_file_and_a_damaged_line_is_told(tmp_path):

@@ -19,7 +19,7 @@ CELLS = {"ssl": 42, "semi": 12, "imagenet": 32}
 # What a cell is, and what leaves the final score as it is.
 NO_NUMBER = {
     "data", "init", "arch", "teacher", "truth", "fraction", "method", "variant", "seed", "workers", "checkpoint_every",
-    "log_every", "track", "evaluate.images", "evaluate.every", "evaluate.labels",
+    "log_every", "track", "evaluate.images", "evaluate.every", "evaluate.points", "evaluate.labels",
 }  # fmt: skip
 
 

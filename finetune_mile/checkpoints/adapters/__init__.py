@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from finetune_mile.checkpoints.adapters import byol, libraries, repositories, simclr, vits
-from finetune_mile.checkpoints.adapters.adapter import Adapter, InsideBackbone, Tensors, UnknownKey, leaves
+from finetune_mile.checkpoints.adapters.adapter import Adapter, InsideBackbone, Tensors, UnknownKey
 from finetune_mile.checkpoints.adapters.behind import way
 from finetune_mile.checkpoints.readers import Contents
-from finetune_mile.core.problems import Problem
+from finetune_mile.checkpoints.readers.torch_files import leaves
+from finetune_mile.core.problems import LONGEST_SHOWN, Problem, inert
 from finetune_mile.core.types import Preprocess
 
 ADAPTERS: dict[str, Adapter] = {
@@ -98,12 +99,12 @@ def adapt(
         init = f"{way(place, below)} " if below else ""
         raise Problem(
             f"{source}: the backbone has parts that a plain ResNet or vision transformer does not have "
-            f"({few(inside)}), and without them its features would be wrong; if timm has this network, say "
-            f"{init}--arch timm:NAME; if they belong to a head, remove them from the file"
+            f"({few(inside)}), and without them its features would be wrong. If timm has this network, use "
+            f"{init}--arch timm:NAME. If they belong to a head, remove them from the file"
         )
     if unknown:
         raise Problem(
-            f"{source}: {len(unknown)} tensors do not belong to this format, first {unknown[0]} "
+            f"{source}: {len(unknown)} tensors do not belong to this format, first {few(unknown[:1])} "
             f"{tuple(own[unknown[0]].shape)}; remove them from the file to load it"
         )
     tensors = {name: adapter.relayout(key, own[key]) for name, key in sources.items()}
@@ -135,7 +136,9 @@ def rename_all(adapter: Adapter, keys: Iterable[str]) -> tuple[dict[str, str | N
 
 def few(names: Sequence[str]) -> str:
     """Join the first three names and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(inert(name, LONGEST_SHOWN) for name in names[:3]) + (
+        f" and {len(names) - 3} more" if len(names) > 3 else ""
+    )
 
 
 def is_dinov2(arch: str) -> bool:

@@ -5,7 +5,7 @@ the tensors of one and the same backbone.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from finetune_mile.checkpoints.readers import Contents
+from finetune_mile.checkpoints.readers.torch_files import leaves
 from finetune_mile.core.types import Preprocess
 from finetune_mile.networks.resnets import Padding, Stem
 
@@ -128,16 +129,6 @@ def having(unwrap: Callable[[Contents], Tensors], *names: str, says: str) -> Cal
 # ------------------------------------------------------------------------------------ state dicts
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a tree with its path, parts joined by `/`."""
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, Mapping | list | tuple):
-        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        for key, value in items:
-            yield from leaves(value, f"{path}/{key}" if path else str(key))
-
-
 def names_of(contents: Contents) -> str:
     """What marks are searched for, one a line: container, keys of notes and of the top level, paths of tensors."""
     paths = (path for path, _ in leaves(contents.tree))
@@ -190,7 +181,7 @@ _BN = r"(?:weight|bias|running_mean|running_var|num_batches_tracked)"
 _TORCHVISION = re.compile(
     rf"""
       conv1\.weight | conv1\.[036]\.weight | conv1\.[14]\.{_BN} | bn1\.{_BN}
-    | layer\d+\.\d+\.(?:
+    | layer\d{{1,3}}\.\d{{1,3}}\.(?:
           conv[123]\.weight | bn[123]\.{_BN}
         | conv2\.(?:conv|down|up)\.weight | conv2\.(?:bn|down_bn)\.{_BN}
         | downsample\.[012]\.{_BN} )
@@ -203,22 +194,22 @@ _VIT = re.compile(
     | (?:norm|norm_pre|fc_norm)\.(?:weight|bias)
     | patch_embed\.proj\.(?: [0369]\.weight | (?:1|4|7|10)\.(?:weight|bias|running_mean|running_var|num_batches_tracked)
         | 12\.(?:weight|bias) )  # MoCo-v3's convolutional stem
-    | blocks\.\d+\.(?: (?:norm[12] | attn\.(?:qkv|proj) | mlp\.fc[12] )\.(?:weight|bias) | ls[12]\.gamma )
+    | blocks\.\d{1,3}\.(?: (?:norm[12] | attn\.(?:qkv|proj) | mlp\.fc[12] )\.(?:weight|bias) | ls[12]\.gamma )
     """,
     re.VERBOSE,
 )
 _CONVNEXT = re.compile(
     r"""
-      stem\.[01]\.(?:weight|bias) | head\.norm\.(?:weight|bias) | stages\.\d+\.downsample\.[01]\.(?:weight|bias)
-    | stages\.\d+\.blocks\.\d+\.(?: (?: conv_dw | norm | mlp\.fc[12] | mlp\.grn )\.(?:weight|bias) | gamma )
+      stem\.[01]\.(?:weight|bias) | head\.norm\.(?:weight|bias) | stages\.\d{1,3}\.downsample\.[01]\.(?:weight|bias)
+    | stages\.\d{1,3}\.blocks\.\d{1,3}\.(?: (?: conv_dw | norm | mlp\.fc[12] | mlp\.grn )\.(?:weight|bias) | gamma )
     """,
     re.VERBOSE,
 )
 _SWIN = re.compile(
     r"""
       patch_embed\.(?:proj|norm)\.(?:weight|bias) | norm\.(?:weight|bias)
-    | layers\.\d+\.downsample\.(?:norm\.(?:weight|bias)|reduction\.weight)
-    | layers\.\d+\.blocks\.\d+\.(?:
+    | layers\.\d{1,3}\.downsample\.(?:norm\.(?:weight|bias)|reduction\.weight)
+    | layers\.\d{1,3}\.blocks\.\d{1,3}\.(?:
           (?: norm[12] | attn\.(?:qkv|proj) | mlp\.fc[12] )\.(?:weight|bias) | attn\.relative_position_bias_table )
     """,
     re.VERBOSE,

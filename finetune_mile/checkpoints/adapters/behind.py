@@ -7,14 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from finetune_mile.checkpoints.adapters.adapter import (
-    UNIT_RANGE,
-    VOCABULARIES,
-    Adapter,
-    InsideBackbone,
-    Vocabulary,
-    leaves,
-)
+from finetune_mile.checkpoints.adapters.adapter import UNIT_RANGE, VOCABULARIES, Adapter, InsideBackbone, Vocabulary
+from finetune_mile.checkpoints.readers.torch_files import leaves
 
 _TRUNK_PARTS = re.compile(r"(?:conv1|bn1|layer\d+|blocks|patch_embed|stem|stages|layers|net|[0-7])(?:\.|$)")
 _FIRST = ("layer1.0.", "blocks.0.", "stages.0.blocks.0.", "layers.0.blocks.0.")

@@ -9,13 +9,13 @@ from finetune_mile.checkpoints.adapters.adapter import (
     Adapter,
     Tensors,
     UnknownKey,
-    leaves,
     renaming,
     tensors_of,
     torchvision,
     unwrapped,
 )
 from finetune_mile.checkpoints.readers import Contents
+from finetune_mile.checkpoints.readers.torch_files import leaves
 from finetune_mile.core.types import Preprocess
 
 # Mean and deviation are subtracted inside the haiku graph; the crop comes first, then a bicubic resize.

@@ -35,7 +35,7 @@ _ARCHS = (
 )
 _LEAVES = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean", "moving_variance": "running_var"}
 _NUMBERED = re.compile(
-    r"(?:base_model|resnet(?:_\d+)?)/(?:.*/)?(conv2d|batch_normalization)(?:_(\d+))?"
+    r"(?:base_model|resnet(?:_\d+)?)/(?:.*/)?(conv2d|batch_normalization)(?:_(\d{1,9}))?"
     r"/(kernel|gamma|beta|moving_mean|moving_variance)"
 )
 _PROJECTION = re.compile(
@@ -98,9 +98,9 @@ def _unwrap(contents: Contents) -> Tensors:
         numbers = {int(match[2] or 0) for match in matches.values() if match[1] == kind}
         first[kind] = min(numbers, default=0)
         counts.append(len(numbers))
-        gaps = set(range(first[kind], max(numbers, default=-1) + 1)) - numbers
-        if gaps:
-            raise Problem(f"the TensorFlow checkpoint is incomplete: {kind}_{min(gaps)} is missing; fetch it again")
+        missing = next((number + 1 for number in sorted(numbers)[:-1] if number + 1 not in numbers), None)
+        if missing is not None:
+            raise Problem(f"the TensorFlow checkpoint is incomplete: {kind}_{missing} is missing; fetch it again")
     name = next((arch for arch in _ARCHS if list(map(len, targets(arch))) == counts), None)
     if name is None:
         raise Problem(
@@ -119,6 +119,8 @@ def _rename(key: str) -> str | None:
     if match := _PROJECTION.fullmatch(key):
         if match[1] != "0":
             return None
+        if match[2] != "dense" and match[3] not in _LEAVES:
+            raise UnknownKey(key)
         return "proj.0.weight" if match[2] == "dense" else f"proj.1.{_LEAVES[match[3]]}"
     parts = key.split("/")
     if len(parts) != 4 or parts[0] not in _ARCHS:

@@ -15,9 +15,10 @@ which reader a file needs, and one state dict in several files with an index. Wh
 import json
 import re
 import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from finetune_mile.core.problems import Problem
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 Container = Literal["torch-zip", "torch-legacy", "safetensors", "tf-checkpoint", "tf-savedmodel", "pickle"]
 
 _LARGEST_SIDE = 2**40
+# Of all tensors of a file: more than any network has, and little memory.
+MOST_TENSORS, LONGEST_NAME, MOST_LETTERS = 50_000, 1000, 16 * 2**20
+Name = TypeVar("Name", str, bytes)
+Item = TypeVar("Item")
 
 
 class Refused(Exception):
@@ -49,6 +54,23 @@ def check_shape(shape: Any) -> tuple[int, ...]:
         "is damaged: a tensor in it has a negative or impossibly large side",
     )
     return tuple(shape)
+
+
+def bounded(named: Iterable[tuple[Name, Item]]) -> Iterator[tuple[Name, Item]]:
+    """Pass named things on, and refuse the file where there are too many, or their names are too long.
+
+    Short names can be put together to long ones, and a name can be used again and again: what is counted is what the
+    names take once they are written out.
+    """
+    letters = 0
+    for count, (name, thing) in enumerate(named, start=1):
+        letters += len(name)
+        require(
+            len(name) <= LONGEST_NAME, f"is refused: the name of a tensor in it has more than {LONGEST_NAME} letters"
+        )
+        require(count <= MOST_TENSORS, f"is refused: it has more than {MOST_TENSORS:,} tensors, more than any network")
+        require(letters <= MOST_LETTERS, "is refused: the names of its tensors take many megabytes")
+        yield name, thing
 
 
 @dataclass(slots=True, eq=False)
@@ -111,13 +133,20 @@ _ELSE: tuple[tuple[bytes, str], ...] = (
 
 def read(path: Path) -> Contents:
     """Read a checkpoint: a file, a TensorFlow prefix, a folder with a checkpoint, a SavedModel."""
+    from finetune_mile.checkpoints.readers.torch_files import leaves
+
     path = Path(path)
     try:
-        return _read_file(path) if path.is_file() and not _PART.search(path.name) else _read_parts(path)
+        contents = _read_file(path) if path.is_file() and not _PART.search(path.name) else _read_parts(path)
+        for _ in bounded(leaves(contents.tree)):
+            pass  # whatever the container was
+        return contents
     except Refused as why:
         raise Problem(f"{path} {why}") from why
     except OSError as error:
         raise Problem(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # such as a key of 5,000 digits, which becomes no text
+        raise Problem(f"{path} is damaged: a name or a number in it is not valid; fetch it again") from error
     except (MemoryError, RecursionError) as error:
         raise Problem(f"{path} needs more memory than this machine has") from error
 

@@ -5,12 +5,13 @@ may use are those in `Received._made`, and every tensor is checked against its s
 `plain_tree` is the last pass over what a pickle gave: plain containers only, of bounded depth and width.
 """
 
+import os
 import pickle
 import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -22,7 +23,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import finetune_mile
-from finetune_mile.checkpoints.readers import Container, Contents, Refused, Stub, check_shape, require
+from finetune_mile.checkpoints.readers import (
+    LONGEST_NAME,
+    Container,
+    Contents,
+    Refused,
+    Stub,
+    bounded,
+    check_shape,
+    require,
+)
 from finetune_mile.checkpoints.readers.mapped import MappedFile
 from finetune_mile.checkpoints.readers.sending import REFUSED, Header
 from finetune_mile.checkpoints.readers.unpickling import DTYPES, NUMBERS
@@ -30,13 +40,16 @@ from finetune_mile.checkpoints.readers.unpickling import DTYPES, NUMBERS
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error)
 _DEEPEST = 64
+_LARGEST_HEADER = 16 * 2**20  # of a safetensors file
 _WIDEST = 2_000_000
 _ENDLESS = "is refused: its containers are nested without end"
 _MODULE_PARTS = ("_modules", "_parameters", "_buffers")
 _ROOT = Path(finetune_mile.__file__).resolve().parent.parent
 _CODE = "import sys; sys.path.append(sys.argv[1]); from {0} import main; main(*sys.argv[2:])"
 _COMMAND = ["-I", "-S", "-c", _CODE.format("finetune_mile.checkpoints.readers.sending"), str(_ROOT)]
-_PATIENCE, _SLOWEST = 60, 2**20  # seconds, and one more for so many bytes of the pickle
+# Seconds, and one more for so many bytes of the pickle. Where the child limits its processor time, that is the limit:
+# on a machine that is busy with other work four seconds of the processor took more than a minute.
+_PATIENCE, _SLOWEST = (900 if os.name == "posix" else 60), 2**20
 _OUT_OF_TIME = -24  # ended by SIGXCPU, on Linux and macOS
 _DTYPES = {name: getattr(torch, name) for name in DTYPES} | {None: torch.uint8}  # a storage without one counts bytes
 _SMALL = 4096  # a tensor may be an expanded view of fewer numbers (stride 0), if it is small
@@ -147,9 +160,12 @@ def _contents(container: Container, child: "Received") -> Contents:
 
 def read_safetensors(file: MappedFile) -> Contents:
     """Through the library, which checks the header and maps the tensors."""
+    header = int.from_bytes(file.view[:8], "little")
+    require(header <= _LARGEST_HEADER or header > file.size, "has a header of many megabytes, more than any network")
     try:
         with safe_open(file.path, framework="pt", device="cpu") as opened:
-            tree = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            names = [name for name, _ in bounded((name, None) for name in opened.keys())]  # noqa: SIM118
+            tree = {name: opened.get_tensor(name) for name in names}
             metadata = dict(opened.metadata() or {})
     except (SafetensorError, ValueError, KeyError, OverflowError) as error:
         raise Refused(f"is a damaged safetensors file, fetch it again ({error})") from error
@@ -178,6 +194,16 @@ def plain_tree(root: Any) -> dict[str, Any]:
     return {str(key): _module_tensors(value) for key, value in settled.items()}
 
 
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a tree with its path, parts joined by `/`."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping | list | tuple):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, value in items:
+            yield from leaves(value, f"{path}/{key}" if path else str(key))
+
+
 def _is_module(value: Any) -> bool:
     state = value.state if isinstance(value, Stub) else None
     return isinstance(state, dict) and all(isinstance(state.get(part), dict) for part in _MODULE_PARTS)
@@ -187,22 +213,20 @@ def _module_tensors(value: Any) -> Any:
     """What state_dict() of a pickled nn.Module would give, from its stub's state; other values are returned."""
     if not _is_module(value):
         return value
-    tensors: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    queue: list[tuple[str, Stub]] = [("", value)]
-    while queue:
-        prefix, module = queue.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        temporary = module.state.get("_non_persistent_buffers_set", ())
-        for name, tensor in (module.state["_parameters"] | module.state["_buffers"]).items():
-            if isinstance(tensor, torch.Tensor) and name not in temporary:
-                tensors[f"{prefix}{name}"] = tensor
-        for name, child in reversed(module.state["_modules"].items()):
-            if _is_module(child) and len(prefix) < 500:
-                queue.append((f"{prefix}{name}.", child))
-    return tensors
+    return dict(bounded(_parts_of_module("", value, set())))
+
+
+def _parts_of_module(prefix: str, module: Stub, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a module and of those inside it that are not in `seen` (their ids)."""
+    require(len(prefix) <= LONGEST_NAME, _ENDLESS)
+    seen.add(id(module))
+    temporary = module.state.get("_non_persistent_buffers_set", ())
+    for name, tensor in (module.state["_parameters"] | module.state["_buffers"]).items():
+        if isinstance(tensor, torch.Tensor) and name not in temporary:
+            yield f"{prefix}{name}", tensor
+    for name, child in module.state["_modules"].items():
+        if _is_module(child) and id(child) not in seen:
+            yield from _parts_of_module(f"{prefix}{name}.", child, seen)
 
 
 def _weigh(root: Any) -> None:
@@ -214,12 +238,12 @@ def _weigh(root: Any) -> None:
         if isinstance(node, Stub) and id(node) not in weights:
             weights[id(node)] = 1
             stubs.append(node)
-        if not isinstance(node, dict | list | tuple):
+        if not isinstance(node, dict | list | tuple | set | frozenset):
             return 1
         if id(node) not in weights:
             require(depth <= _DEEPEST, _ENDLESS)
             weights[id(node)] = 0
-            items = node.values() if isinstance(node, dict) else node
+            items = (*node, *node.values()) if isinstance(node, dict) else node  # keys become text, as names do
             weights[id(node)] = 1 + sum(weigh(item, depth + 1) for item in items)
         require(weights[id(node)], _ENDLESS)
         return weights[id(node)]

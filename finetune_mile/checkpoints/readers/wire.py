@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterator
 
-from finetune_mile.checkpoints.readers import TABLE_MAGIC, Refused, require
+from finetune_mile.checkpoints.readers import TABLE_MAGIC, Refused, bounded, require
 
 _FOOTER = 48
 _TRAILER = 5  # compression, crc
@@ -73,16 +73,21 @@ def table(data: bytes) -> dict[bytes, bytes]:
     offset, position = varint(data, position)
     size, _ = varint(data, position)
     entries: dict[bytes, bytes] = {}
+    for key, value in bounded(_all_entries(data, offset, size, footer)):
+        require(key not in entries, _DAMAGED)
+        entries[key] = value
+    return entries
+
+
+def _all_entries(data: bytes, offset: int, size: int, footer: int) -> Iterator[tuple[bytes, bytes]]:
+    """The entries of all blocks, which the block at `offset` lists."""
     free = 0
     for _, handle in _entries(_block(data, offset, size, footer)):
         offset, position = varint(handle, 0)
         size, _ = varint(handle, position)
         require(offset >= free, _DAMAGED)
         free = offset + size + _TRAILER
-        for key, value in _entries(_block(data, offset, size, footer)):
-            require(key not in entries, _DAMAGED)
-            entries[key] = value
-    return entries
+        yield from _entries(_block(data, offset, size, footer))
 
 
 def _block(data: bytes, offset: int, size: int, end: int) -> bytes:

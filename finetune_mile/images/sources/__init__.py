@@ -56,8 +56,8 @@ def load_data(data: str, flag: str = "--data", *, need_labels: bool = True, stri
         raise Problem(*loaded.problems)
     if need_labels and not loaded.classes:
         raise Problem(
-            f"{flag} {data}: none of its {len(loaded.train):,} images has a label; expected class folders "
-            "(DIR/CLASS/IMAGE.jpg); images without labels are for finetune-mile pretrain, or for --unlabelled beside "
+            f"{flag} {data}: none of its {len(loaded.train):,} images has a label. Expected class folders "
+            "(DIR/CLASS/IMAGE.jpg). Images without labels are for finetune-mile pretrain, or for --unlabelled beside "
             "labelled ones"
         )
     return loaded

@@ -171,8 +171,8 @@ def _faults(scan: Scan, flag: str) -> list[str]:
             f", nor {'is 1 other' if len(strays) == 2 else f'are {len(strays) - 1:,} others'}" if strays[1:] else ""
         )
         found.append(
-            f"{flag}: {strays[0]} is not in a class folder{others}; expected one folder per class: CLASS/IMAGE.jpg "
-            "(images without labels go into unlabelled/, or are given with --unlabelled DIR)"
+            f"{flag}: {strays[0]} is not in a class folder{others}. Expected one folder per class: CLASS/IMAGE.jpg. "
+            "Images without labels go into unlabelled/, or are given with --unlabelled DIR"
         )
     return found
 

@@ -117,7 +117,7 @@ def _val_labels(root: Path, files: list[str], given: str | None, flag: str) -> l
     places = [Path(given)] if given else [root / n for n in (KAGGLE, TENSORFLOW, DEVKIT) if (root / n).is_file()]
     if not places:
         raise Problem(
-            f"{flag}: the validation images are in one flat folder or tar, which says nothing of their classes; put "
+            f"{flag}: the validation images are in one flat folder or tar, which says nothing of their classes. Put "
             f"{DEVKIT}, {KAGGLE} or {TENSORFLOW} into {root}, or name a label file: imagenet:{root}?labels=FILE"
         )
     path = places[0]

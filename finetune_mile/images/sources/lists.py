@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def load_csv(where: str, flag: str) -> Data:
         chosen = [sets[i] for i in group]
         ids = files if several else unique_ids(chosen, files)
         if len(set(ids)) < len(ids):
-            twice = next(name for i, name in enumerate(ids) if name in ids[:i])
+            twice = Counter(ids).most_common(1)[0][0]
             raise Problem(f"{flag}: {twice} is listed twice in the same split")
         images = to_set(ids, labels_of(chosen, classes, several), Files(root, files))
         if truths is None:
@@ -154,7 +155,10 @@ def load_celeba(where: str, flag: str) -> Data:
                 f"{flag}: list_attr_celeba.txt line {line_number}: expected {len(classes)} values of 1 and -1"
             )
         table[file] = np.array(values, dtype=np.int8) > 0
-    parts = dict(line.split() for line in read_lines(find("list_eval_partition.txt", "Eval"), flag))
+    pairs = [line.split() for line in read_lines(find("list_eval_partition.txt", "Eval"), flag)]
+    if any(len(pair) != 2 for pair in pairs):
+        raise Problem(f"{flag}: list_eval_partition.txt has a line that is not a file and a number; fetch it again")
+    parts = dict(pairs)
     unknown = sorted(set(parts) - set(table))
     if unknown:
         raise Problem(f"{flag}: list_eval_partition.txt names {len(unknown)} files without attributes ({unknown[0]})")

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from finetune_mile.config.resolve import to_yaml
-from finetune_mile.core.files import whole_file, write_json
+from finetune_mile.core.console import open_console
+from finetune_mile.core.files import whole_stream, write_json, write_whole
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Pool, Preprocess
 from finetune_mile.images.bad_images import BadImages, say_skipped
@@ -274,7 +274,7 @@ def finish(setup: PretrainSetup, folder: RunFolder, before: float | None) -> Non
     write_checkpoint(folder.path / "export", setup)
     write_report(setup, folder, results)
     write_json(folder.path / "results.json", results)
-    out = Console(stderr=True, highlight=False, soft_wrap=True)
+    out = open_console(stderr=True, highlight=False, soft_wrap=True)
     if before is not None and after is not None:
         out.print(
             f"{recipe.neighbours.k} nearest neighbours: {before:.1f} % before, {after:.1f} % after "
@@ -298,8 +298,8 @@ def write_checkpoint(folder: Path, setup: PretrainSetup) -> None:
         "state_dict": state, "global_step": recipe.steps, "epoch": int(recipe.steps / setup.plan.steps_per_epoch),
         "hyper_parameters": {"method": recipe.method, "arch": recipe.arch, "recipe": to_yaml(recipe)},
     }  # fmt: skip
-    with whole_file(folder / CHECKPOINT) as part:
-        torch.save(content, part)
+    with whole_stream(folder / CHECKPOINT) as stream:
+        torch.save(content, stream)
     write_json(folder / "config.json", recipe.facts())
 
 
@@ -309,8 +309,7 @@ def write_report(setup: PretrainSetup, folder: RunFolder, results: dict[str, Any
     plot, (axis,) = report.plot_figure(1, "training loss")
     plot.set_size_inches(9.2, 2.6)
     axis.plot([r["step"] for r in lines], [r["loss"] for r in lines], "-", lw=1, color=report.INK)
-    with whole_file(folder.path / "views.png") as part:
-        part.write_bytes(report.png_of(views_picture(setup)))
+    write_whole(folder.path / "views.png", report.png_of(views_picture(setup)))
     report.write_page(
         folder.path / "report.html",
         "pretrain.html",

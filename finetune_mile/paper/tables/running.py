@@ -22,9 +22,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from finetune_mile.core.console import open_console
 from finetune_mile.paper.tables.runs import Job, RunKey, RunState, shell_line
 from finetune_mile.training.display import duration
 
@@ -277,7 +277,7 @@ def _stop(pool: list[_Worker], on_end: Callable[[Outcome], None]) -> None:
 
 def run_with_progress(jobs: Sequence[Job], commands: Sequence[Command], *, workers: int, threads: int) -> int:
     """Run the commands and show progress. Returns 0, 1 if some failed, 130 if stopped."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)  # names and errors have brackets
+    console = open_console(stderr=True, highlight=False, soft_wrap=True, markup=False)  # names and errors have brackets
     failed: list[Outcome] = []
     began, ended = time.monotonic(), 0
     together = min(workers, len(commands))

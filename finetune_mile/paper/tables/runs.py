@@ -18,7 +18,7 @@ import yaml
 
 from finetune_mile.config.flags import SETTINGS, parse
 from finetune_mile.config.resolve import FLAG_PATHS, NO_IMAGENET, Resolved, flat, read_yaml, resolve_anywhere
-from finetune_mile.core.files import whole_file
+from finetune_mile.core.files import is_finished, write_whole
 from finetune_mile.core.problems import Problem
 from finetune_mile.methods import METHODS
 from finetune_mile.paper.pretraining import recipe as pretraining
@@ -32,7 +32,7 @@ _NEED = re.compile(r"\{(\w+)\}")  # the folder of another run in a setting
 # Settings that change no number: not compared, not hashed. A seed belongs to a run, not to its cell.
 ASIDE = (
     "workers", "checkpoint_every", "log_every", "track", "precision", "seed", "channels_last", "cudnn_benchmark",
-    "fused_optimizer", "compile", "gradient_checkpointing", "deterministic",
+    "fused_optimizer", "compile", "gradient_checkpointing", "deterministic", "evaluate.points",
 )  # fmt: skip
 PLACES = ("data", "truth", "split")  # hashed without the folder that they are in
 
@@ -325,7 +325,7 @@ def states_of(jobs: Sequence[Job], meanings: Sequence[Meaning], runs: Path) -> l
     states: dict[RunKey, RunState] = {}
     for job, meaning in zip(jobs, meanings, strict=True):
         info, results = (_read_json(job.folder / name) for name in ("run.json", "results.json"))
-        status, why, replace = _status(job, meaning, runs, info, results)
+        status, why, replace = _status(job, meaning, runs, info)
         for name, need in job.needs.items() if status != "not run" else ():
             other = states[need]
             outdated = ""
@@ -342,9 +342,7 @@ def states_of(jobs: Sequence[Job], meanings: Sequence[Meaning], runs: Path) -> l
     return list(states.values())
 
 
-def _status(
-    job: Job, meaning: Meaning, runs: Path, info: Mapping[str, Any], results: Mapping[str, Any]
-) -> tuple[Status, str, bool]:
+def _status(job: Job, meaning: Meaning, runs: Path, info: Mapping[str, Any]) -> tuple[Status, str, bool]:
     """Status of a run by itself, why, and whether its folder is overwritten."""
     if not (job.folder / "recipe.yaml").is_file():
         return "not run", "", False
@@ -354,7 +352,7 @@ def _status(
     if changes:
         why = "; ".join(changes[:3]) + (f"; and {len(changes) - 3} more" if len(changes) > 3 else "")
         return "stale", why, True
-    if info.get("status") == "finished" and (results or job.verb != "run"):
+    if is_finished(job.folder):
         return "done", "", False
     return "stopped", "", not info
 
@@ -434,8 +432,7 @@ def records_of(states: Iterable[RunState]) -> list[RunRecord]:
 
 
 def write_records(path: Path, records: Iterable[RunRecord]) -> None:
-    with whole_file(path) as part:
-        part.write_text("".join(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+    write_whole(path, "".join(json.dumps(asdict(r), ensure_ascii=False) + "\n" for r in records))
 
 
 def read_records(path: Path) -> list[RunRecord]:

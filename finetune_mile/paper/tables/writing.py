@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from finetune_mile.core.files import whole_file, write_json
+from finetune_mile.core.console import open_console
+from finetune_mile.core.files import write_json, write_whole
 from finetune_mile.core.problems import Problem
 from finetune_mile.paper.tables.description import EXTRA, Table
 from finetune_mile.paper.tables.ledger import BlockLedger, Cell, Ledger, Spread, make_ledger
@@ -216,6 +217,8 @@ MARKS = {
     "met": "good", "higher": "good", "NOT met": "bad", "lower": "bad", "within noise": "even", "not run": "none",
     "seeds missing": "none",
 }  # fmt: skip
+SIGNS = {"good": "✓", "bad": "✗", "even": "≈", "none": "–"}  # beside the colour
+COST = ("seeds", "cost of a run", "cost", "commit", "recipe")  # columns that say how, not what
 STYLES = {"good": "green", "bad": "red", "even": "", "none": "dim"}
 _TEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -291,13 +294,41 @@ def latex(ledger: Ledger) -> str:
 
 
 def html(ledger: Ledger, plot: bytes | None) -> str:
-    """ledger.html: one file that needs nothing from outside."""
+    """ledger.html: one file that needs nothing from outside; what came out is first."""
     from finetune_mile.pages.report import data_url, render
 
     return render(
         "ledger.html", title=ledger.table.title, head=head_lines(ledger), plot=None if plot is None else data_url(plot),
         sections=[block_sheets(block) for block in ledger.blocks], made_by=MADE_BY.replace("`", ""), marks=MARKS,
+        answers=answers(ledger), not_run=not_run, signs=SIGNS,
     )  # fmt: skip
+
+
+def answers(ledger: Ledger) -> list[tuple[str, str, str]]:
+    """What came out: block, sentence and mark of each bar that has runs; of a block without bars, its best row."""
+    found: list[tuple[str, str, str]] = []
+    for block in ledger.blocks:
+        rows = bars(block).rows
+        for checked, (subject, wanted, measured, _, outcome) in zip(block.bars, rows, strict=True):
+            if checked.measured.n:
+                mark = MARKS.get(outcome, "")
+                found.append((block.block.name, f"{subject}: {measured}, expected {wanted} ({outcome})", mark))
+        measure = next(iter(block.block.measures), "")
+        cells = [cell for cell in block.cells if cell.numbers[measure].ours.n] if measure else []
+        if not rows and cells:
+            best = max(cells, key=lambda cell: cell.numbers[measure].ours.mean)
+            place = f"{best.row}, {best.column}" if best.column else best.row
+            ours = spread(best.numbers[measure].ours, decimals(block, measure))
+            found.append((block.block.name, f"highest {measure} of {len(cells)}: {place}, {ours}", "even"))
+    return found
+
+
+def not_run(sheet: Sheet, row: tuple[str, ...]) -> bool:
+    """Does a row have nothing that was measured here?"""
+    facts = {*COST, "paper", "wanted"}
+    measured = zip(sheet.head[sheet.names :], row[sheet.names :], strict=True)
+    cells = [cell for title, cell in measured if title not in facts]
+    return "not run" in cells and all(cell in ("", "not run", "seeds missing") for cell in cells)
 
 
 def terminal(ledger: Ledger) -> Group:
@@ -338,8 +369,7 @@ def write_ledger(
     if plot is None:
         (folder / "plot.png").unlink(missing_ok=True)
     else:
-        with whole_file(folder / "plot.png") as part:
-            part.write_bytes(plot)
+        write_whole(folder / "plot.png", plot)
     _write(folder / "ledger.md", markdown(ledger, plot=plot is not None))
     write_extra(folder, table, [name for name, file in EXTRA.items() if (folder / file).is_file()])
     console = wide_console()
@@ -372,8 +402,7 @@ def read_ledger(folder: Path, table: Table) -> tuple[Ledger, list[RunRecord]]:
 
 
 def _write(path: Path, text: str) -> None:
-    with whole_file(path) as part:
-        part.write_text(text, encoding="utf-8")
+    write_whole(path, text)
 
 
 def _prices(folder: Path, recipes: Mapping[str, str]) -> dict[str, str]:
@@ -392,6 +421,6 @@ def missing_prices(states: Sequence[RunState], known: Mapping[str, str]) -> dict
         return {}
     from finetune_mile.paper.table_plan import in_words, price_cells
 
-    with Console(stderr=True).status("timing a few steps, to estimate the time of missing runs ..."):
+    with open_console(stderr=True).status("timing a few steps, to estimate the time of missing runs ..."):
         offers = price_cells([s for s in states if s.job.key.cell in {t.job.key.cell for t in todo}], others=states)
     return {cell: in_words(offer) for cell, offer in offers.items()}

@@ -1,0 +1,226 @@
+"""Which given labels are likely wrong or missing, and which photos are like no other, from features.
+
+n photos, D features, C classes. Every photo is judged by a linear classifier that has not seen it, nor its
+near-duplicates. How many labels are wrong follows from the same scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import scipy.optimize
+import scipy.stats
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from finetune_mile.learning.losses import given_matrix
+from finetune_mile.learning.probe import QUERIES
+from finetune_mile.learning.ridge import STRENGTHS, LeftOut
+
+FEW = 3  # photos of a class that stay to learn from
+NEAREST = 10  # photos whose distance tells how unusual one is
+FAR = 3.0  # quartile ranges above the upper quartile: an outlier
+SCALES = (-1.0, 5.0)  # logarithms, of what scores are multiplied by
+LIKELY = 1.92  # of the logarithm of the likelihood, for 95 %: half of the quantile of chi-square
+LARGEST_SHARE = 0.45  # of wrong labels that is considered
+MOST_CELLS = 400_000  # (photo, class) pairs that shares are estimated from
+
+Floats = npt.NDArray[np.float64]
+Share = tuple[float, float, float]  # and its 95 % interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """What a classifier of other photos says about each photo."""
+
+    scores: Tensor  # (n, C) as they come
+    logits: Tensor  # (n, C) scaled: their softmax (sigmoid with sets of labels) is the held-out probability
+    wrong: Tensor  # (n,) probability that the given label is wrong; (n, C) with sets, 0 where it is not given
+    missing: Tensor  # (n, C) probability that the photo has a class that is not given; 0 for one label per photo
+    shares: Mapping[str, Share]  # wrong, missing: of the labels
+
+
+def judge_labels(features: Tensor, labels: Tensor, num_classes: int, groups: Tensor | None = None) -> Judged:
+    """Judge the labels of photos, all of which have some.
+
+    With one label per photo it is done twice: the second classifier learns without the photos whose label the first one
+    finds wrong.
+
+    Args:
+        features: (n, D).
+        labels: (n,) classes, or (n, C) of 0 and 1.
+        num_classes: C.
+        groups: (n,) near-duplicates have the same number, -1: alone.
+    """
+    targets = given_matrix(labels, num_classes)
+    judge = judge_one if labels.ndim == 1 else judge_sets
+    ridge = LeftOut(features, keep=torch.ones(len(targets), dtype=torch.bool), groups=groups)
+    best, least, strength = None, math.inf, STRENGTHS[0]
+    for each in STRENGTHS:
+        scores = ridge.scores(targets, each)
+        loss = held_out_loss(scores, targets, several=labels.ndim == 2)
+        if loss < least:
+            best, least, strength = scores, loss, each
+        elif loss > 1.02 * least:
+            break
+    assert best is not None
+    judged = judge(best, targets)
+    if labels.ndim == 2:
+        return judged
+    keep = (judged.wrong <= 0.5) | (best.argmax(1) == labels)
+    keep |= (torch.bincount(labels[keep], minlength=num_classes) < FEW)[labels]
+    if bool(keep.all()):
+        return judged
+    return judge(LeftOut(features, keep=keep, groups=groups).scores(targets, strength), targets)
+
+
+def held_out_loss(scores: Tensor, targets: Tensor, *, several: bool) -> float:
+    """The loss of scores (n, C) at their best scale: squared with sets of labels, else cross-entropy."""
+    if several:
+        return float((scores - targets).square().mean())
+    labels = targets.argmax(1, keepdim=True)
+
+    def loss(log_scale: float) -> float:
+        return -float((scores * math.exp(log_scale)).log_softmax(1).gather(1, labels).mean())
+
+    return float(scipy.optimize.minimize_scalar(loss, bounds=SCALES, method="bounded", options={"xatol": 0.1}).fun)
+
+
+def disputed(judged: Judged, labels: Tensor) -> list[int]:
+    """Rows whose label (n,) is not the class with the best score, the most likely error first."""
+    rows = (judged.scores.argmax(1) != labels).nonzero().flatten()
+    order: list[int] = rows[(-judged.wrong[rows]).argsort(stable=True)].tolist()
+    return order
+
+
+# ------------------------------------------------------------------------------------ how many labels are wrong
+
+
+def judge_one(scores: Tensor, targets: Tensor) -> Judged:
+    """One label per photo: P(given = y) = (1 - e) softmax(scale * scores)[y] + e / C, with e and scale by likelihood.
+
+    A wrong label is any class, so it is found where a good classifier would hardly ever be wrong. Without wrong labels
+    the softmax alone fits, at some scale, and e is 0.
+    """
+    classes, labels = scores.shape[1], targets.argmax(1, keepdim=True)
+    values = scores.double()
+
+    def right(scale: float) -> Floats:
+        likely: Floats = (values * scale).log_softmax(1).gather(1, labels).squeeze(1).exp().numpy()
+        return likely
+
+    def best_scale(share: float) -> tuple[float, float]:
+        def loss(log_scale: float) -> float:
+            return -float(np.log((1 - share) * right(math.exp(log_scale)) + share / classes + 1e-300).sum())
+
+        found = scipy.optimize.minimize_scalar(loss, bounds=SCALES, method="bounded", options={"xatol": 0.02})
+        return float(found.fun), math.exp(found.x)
+
+    share, edges = likely_share(lambda share: best_scale(share)[0])
+    scale = best_scale(share)[1]
+    noise, factor = share / classes, (classes - 1) / classes  # of labels that are any class, some are right by chance
+    likely = right(scale)
+    wrong = noise * (1 - likely) / ((1 - share) * likely + noise + 1e-300)
+    return Judged(
+        scores=scores, logits=(scores * scale).log_softmax(1), wrong=torch.from_numpy(wrong).float(),
+        missing=torch.zeros_like(scores), shares={"wrong": (share * factor, edges[0] * factor, edges[1] * factor)},
+    )  # fmt: skip
+
+
+def judge_sets(scores: Tensor, targets: Tensor) -> Judged:
+    """Sets of labels: each class of each photo is given with 1 - m where it is there, and with w where it is not.
+
+    P(given) = (1 - m) p + w (1 - p), p = sigmoid(scale * score + shift). A class that the classifier is sure of, and
+    that is still not given in a share m of the photos, is missing there.
+    """
+    given = targets > 0
+    drawn = torch.randperm(len(scores), generator=torch.Generator().manual_seed(0))
+    some = drawn[: max(MOST_CELLS // scores.shape[1], 1)]
+    values, known = scores[some].double(), given[some]
+
+    def loss(log_scale: float, shift: float, missing: float, wrong: float) -> float:
+        there = (values * math.exp(log_scale) + shift).sigmoid()
+        likely = (1 - missing) * there + wrong * (1 - there)
+        return -float((torch.where(known, likely, 1 - likely) + 1e-300).log().sum())
+
+    def best(held: int | None = None, share: float = 0.0) -> tuple[float, Floats]:
+        start = np.array([1.5, -3.0, 0.02, 0.002])
+        bounds = [SCALES, (-12.0, 3.0), (0.0, LARGEST_SHARE), (0.0, LARGEST_SHARE)]
+        if held is not None:
+            start[held], bounds[held] = share, (share, share)
+        found = scipy.optimize.minimize(lambda point: loss(*point), start, method="L-BFGS-B", bounds=bounds)
+        return float(found.fun), found.x
+
+    least, (log_scale, shift, missing, wrong) = best()
+
+    def share_at(place: int, value: float) -> Share:
+        return value, *interval(lambda share: best(place, share)[0], value, least)
+
+    shares = {"missing": share_at(2, float(missing)), "wrong": share_at(3, float(wrong))}
+    logits = scores * math.exp(log_scale) + shift
+    there, away = logits.sigmoid(), (-logits).sigmoid()
+    is_wrong = wrong * away / ((1 - missing) * there + wrong * away + 1e-30)
+    is_missing = missing * there / (missing * there + (1 - wrong) * away + 1e-30)
+    return Judged(scores=scores, logits=logits, wrong=is_wrong * given, missing=is_missing * ~given, shares=shares)
+
+
+def likely_share(loss: Callable[[float], float]) -> tuple[float, tuple[float, float]]:
+    """The share with the least loss, and its 95 % interval."""
+    found = scipy.optimize.minimize_scalar(loss, bounds=(0.0, LARGEST_SHARE), method="bounded", options={"xatol": 1e-4})
+    share, least = (float(found.x), float(found.fun)) if found.fun < loss(0.0) else (0.0, loss(0.0))
+    return share, interval(loss, share, least)
+
+
+def interval(loss: Callable[[float], float], share: float, least: float) -> tuple[float, float]:
+    """Where the loss of a share is LIKELY above the least one, below and above it: a profile likelihood."""
+
+    def beyond(value: float) -> float:
+        return loss(value) - least - LIKELY
+
+    low, high = 0.0, LARGEST_SHARE
+    if share > 0 and beyond(0.0) > 0:
+        low = float(scipy.optimize.brentq(beyond, 0.0, share, xtol=1e-3))
+    if beyond(LARGEST_SHARE) > 0:
+        high = float(scipy.optimize.brentq(beyond, share, LARGEST_SHARE, xtol=1e-3))
+    return min(low, share), max(high, share)
+
+
+def errors_left(wrong: int, expected: float, rest: float) -> Share:
+    """How many errors are left: Poisson, at a rate that the judged labels tell.
+
+    Args:
+        wrong: judged labels that were errors.
+        expected: how many of the judged ones were expected to be.
+        rest: how many of the others are.
+    """
+    spread = scipy.stats.nbinom(wrong + 1, (expected + 1) / (expected + 1 + rest))  # prior: one error where one was
+    return float(spread.mean()), float(spread.ppf(0.025)), float(spread.ppf(0.975))
+
+
+# ------------------------------------------------------------------------------------ photos like no other
+
+
+def outliers(features: Tensor, groups: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """How far each photo is from its nearest ones (n,), and which are outliers (n,): far beyond the upper quartile.
+
+    Args:
+        features: (n, D).
+        groups: as in `judge_labels`; near-duplicates do not count as near.
+    """
+    rows = normalize(features.float() - features.float().mean(0), dim=1)
+    number = torch.arange(len(rows)) + len(rows)
+    if groups is not None:
+        number = torch.where(groups >= 0, groups, number)
+    far = []
+    for at in range(0, len(rows), QUERIES):
+        cosines = rows[at : at + QUERIES] @ rows.T
+        cosines[number[at : at + QUERIES].unsqueeze(1) == number] = -1.0
+        far.append(1 - cosines.topk(min(NEAREST, len(rows)), dim=1).values.mean(1))
+    distance = torch.cat(far)
+    low, high = np.quantile(distance.numpy(), [0.25, 0.75])
+    return distance, distance > high + FAR * (high - low)

@@ -1,0 +1,295 @@
+"""Kill commands, and break their disk: `python tests/faults/attacks.py` prints the table of docs/reliability.md.
+
+A try is a process of its own that is killed at the n-th event of its files (or in the middle of a write), or at a
+random time, or whose disk fails from the n-th event on. Then the same command is run again. It must end well, with the
+same bytes as a command that nothing happened to, and without leftovers; and neither may print a traceback.
+
+--tries N for each line, --seed S, --only WORD. --record FILE keeps a line for each try: with the same file an
+interrupted attack continues.
+"""
+
+import argparse
+import errno
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "tables", "faults")]
+
+from lab import KILL, Lab  # noqa: E402
+from shortcuts import tinted_photos  # noqa: E402
+from tiny import write_tiny  # noqa: E402
+
+RUN = [
+    "--data", "demo:60", "--batch-size", "8", "--steps", "6", "--size", "24", "--set", "evaluate.images=10", "--set",
+    "evaluate.labels=false", "--set", "log_every=1", "--set", "checkpoint_every=2", "--set", "workers=0",
+]  # fmt: skip
+NEW = ["--init", "none", "--arch", "resnet-demo"]
+KEPT = ["--init", "simclr-demo"]
+PHOTOS = [*KEPT, "--size", "24", "--workers", "0", "--data", "photos"]
+QUICK = {"training.quickstart.SEEDS": 1, "training.plan.LEAST_STEPS": 10,
+         "training.quickstart.COMPARED": {"softmax": [], "sigmoid": []}}  # fmt: skip
+FAULTS = {"ENOSPC": errno.ENOSPC, "EACCES": errno.EACCES, "EIO": errno.EIO}
+WEIGHTS = "export/model.safetensors"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, what it needs first, and which of its files must be the same bytes."""
+
+    words: list[str]
+    same: tuple[str, ...]  # globs
+    needs: tuple[str, ...] = ()  # other commands, in the same folder
+    values: dict = field(default_factory=dict)
+    run: str = ""  # its run folder
+
+
+def run_of(*words, init=NEW):
+    return ["run", *RUN, *init, *words]
+
+
+X = ["--out", "x"]
+COMMANDS = {
+    "run, mile": Command(
+        run_of("--k-t", "2", "--k-s", "1", "--set", "mile.warmup=0", "--resume", "auto", "--out", "r"),
+        (f"r/{WEIGHTS}", "r/results.json", "r/per_class.csv"), run="r",
+    ),
+    "run, labels of a pool, --refit": Command(
+        run_of("--method", "noisy-student", "--semi", "all", "--set", "labels_once_per_cycle=true", "--fraction", "0.5",
+               "--refit", "--resume", "auto", "--out", "r"),
+        (f"r/{WEIGHTS}", "r/results.json"), run="r",
+    ),
+    "run --trunk frozen": Command(
+        run_of("--method", "softmax", "--trunk", "frozen", "--resume", "auto", "--out", "r", init=KEPT),
+        (f"r/{WEIGHTS}", "r/results.json", "cache/features/*/train.npy"), run="r",
+    ),
+    "run --seeds 2": Command(
+        run_of("--method", "softmax", "--seeds", "2", "--out", "r"), (f"r/seed-*/{WEIGHTS}", "r/summary.json"),
+        run="r/seed-0",
+    ),
+    "pretrain": Command(
+        ["pretrain", "--data", "demo:60", "--arch", "resnet-mini", "--steps", "6", "--batch-size", "8", "--set",
+         "checkpoint_every=2", "--set", "log_every=1", "--set", "workers=0", "--resume", "auto", "--out", "r"],
+        ("r/export/*", "r/results.json"), run="r",
+    ),
+    "embed OUT --views 1": Command(["embed", *PHOTOS, "--views", "1", "out"], ("out/*.npy", "out/*.parquet")),
+    "probe": Command(["probe", *PHOTOS, "--seeds", "1", "--json", "p.json"], ("cache/features/*/*.npy", "p.json")),
+    "export --to torch": Command(
+        ["export", "r", "--to", "torch", *X], ("x/config.json", "x/README.md"), ("run, mile",)
+    ),
+    "export --to timm": Command(["export", "r", "--to", "timm", *X], ("x/*",), ("timm",)),
+    "predict --annotate": Command(
+        ["predict", "r", "photos/val", "--workers", "0", "--annotate", "x"], ("x/**/*.png",), ("run, mile",)
+    ),
+    "quickstart --out": Command(
+        ["quickstart", "photos", *KEPT, "--size", "24", "--workers", "0", *X],
+        ("x/labelled.txt", "x/model/export/config.json"), values=QUICK,
+    ),
+    "table": Command(
+        ["table", "tiny.yaml", "--quick", "--runs", "runs", "--out", "ledger", "--jobs", "1", "--no-prices"],
+        (f"runs/*/*/*/0/{WEIGHTS}", "ledger/ledger.md"),
+    ),
+    "pack": Command(["pack", "photos", "x", "--shard", "20"], ("x/*",)),
+    "weights convert": Command(["weights", "convert", f"r/{WEIGHTS}", "x"], ("x/*",), ("run, mile",)),
+    "eval --out": Command(
+        ["eval", "--model", "run:r", "--data", "demo:60", "--draws", "0", *X], ("x/results.json", "x/per_class.csv"),
+        ("run, mile",),
+    ),
+    "check --list": Command(["check", "--data", "photos", "--list", "x.csv"], ("x.csv",)),
+}  # fmt: skip
+HELPERS = {
+    "timm": Command(run_of("--method", "softmax", "--out", "r", init=["--init", "none", "--arch", "resnet18"]), ())
+}
+VARIES = ("seconds", "seconds_features", "seconds_probes", "store", "speed", "images_per_second")  # in JSON
+
+
+class Place:
+    """Folders for the tries of one command, each like a fresh machine."""
+
+    def __init__(self, lab, base, name):
+        self.lab, self.name, self.command = lab, name, COMMANDS[name]
+        self.base = Path(base) / name.replace(" ", "_").replace("/", "_")
+        self.fresh, self.used = self.base / "fresh", self.base / "used"
+        shutil.rmtree(self.base, ignore_errors=True)
+        (self.fresh / "cache").mkdir(parents=True)
+        tinted_photos(self.fresh / "photos", 40)
+        write_tiny(self.fresh)
+        self.renew()
+        for need in self.command.needs:
+            ended = self.run((COMMANDS | HELPERS)[need])
+            assert ended.code == 0, ended.err
+        shutil.rmtree(self.fresh)
+        self.used.rename(self.fresh)
+        self.renew()
+        self.whole = self.run()
+        assert self.whole.code in (0, 1 if name == "check --list" else 0), self.whole.err
+        self.expected = self.content()
+        assert self.expected, f"{name}: nothing to compare"
+
+    def renew(self):
+        shutil.rmtree(self.used, ignore_errors=True)
+        shutil.copytree(self.fresh, self.used, symlinks=True)
+
+    def run(self, command=None, **fault):
+        command = command or self.command
+        return self.lab.run(
+            command.words, cwd=self.used, below=[self.used], values=command.values,
+            FINETUNE_MILE_CACHE=self.used / "cache", **fault,
+        )  # fmt: skip
+
+    def content(self):
+        """The files that must be the same: name to bytes, or to what does not vary of JSON."""
+        files = {
+            path.relative_to(self.used).as_posix(): path
+            for pattern in self.command.same
+            for path in self.used.glob(pattern)
+            if path.is_file()
+        }
+        return {name: _comparable(path) for name, path in files.items()}
+
+    def leftovers(self):
+        return [
+            str(path.relative_to(self.used))
+            for path in self.used.rglob("*")
+            if path.name.endswith(".part") or path.name.startswith("tmp")
+        ]
+
+    def attack(self, **fault):
+        """One try; what went wrong, in words."""
+        self.renew()
+        late = {"after": fault["share"] * self.whole.seconds} if "share" in fault else fault
+        broken = self.run(**late)
+        wrong = [] if broken.calm else [f"ended with {broken.code}: {broken.err[-2000:]}"]
+        if fault.get("do") in FAULTS.values() and broken.code:
+            wrong += self.judge(broken, fault["do"])
+        complete = self.content() == self.expected and not self.leftovers()  # killed after its last step
+        again = self.run()
+        if not again.calm or (again.code != self.whole.code and not complete):
+            wrong.append(f"again: {again.code}: {again.err[-2000:]}")
+        elif (found := self.content()) != self.expected:
+            names = found.keys() | self.expected.keys()
+            wrong.append(f"other bytes: {sorted(n for n in names if found.get(n) != self.expected.get(n))}")
+        elif left := self.leftovers():
+            wrong.append(f"left: {left}")
+        return broken, wrong
+
+    def judge(self, broken, fault):
+        """What is wrong about the way in which a command ended whose disk failed."""
+        wrong = [] if broken.code == 1 else [f"exit code {broken.code}"]
+        said = [line for line in broken.err.splitlines() if line.startswith("error: ")]
+        tops = {path.name for path in self.used.iterdir()} | {str(self.used), *self.command.words}
+        if len(said) != 1 or not any(top in said[0] for top in tops):
+            wrong.append(f"not one sentence with a path: {broken.err[-600:]}")
+        elif fault == errno.ENOSPC and "the disk is full" not in said[0]:
+            wrong.append(f"does not say that the disk is full: {said[0]}")
+        info = self.used / self.command.run / "run.json" if self.command.run else None
+        if info is not None and info.is_file() and json.loads(info.read_text())["status"] == "running":
+            wrong.append("run.json says that it is running")
+        return wrong
+
+
+def _comparable(path):
+    if path.suffix not in (".json", ".jsonl"):
+        return path.read_bytes()
+
+    def still(value):
+        if isinstance(value, dict):
+            return {key: still(each) for key, each in value.items() if key not in VARIES}
+        return [still(each) for each in value] if isinstance(value, list) else value
+
+    return (
+        [still(json.loads(line)) for line in path.read_text().splitlines()]
+        if path.suffix == ".jsonl"
+        else still(json.loads(path.read_text()))
+    )
+
+
+def tries(whole, count, draw):
+    """So many attacks of each kind: label to the fault of each try."""
+    events = [*range(1, whole.events + 1)]
+    return {
+        "killed at an event": [{"at": n, "do": KILL} for n in sorted(draw.sample(events, min(count, len(events))))],
+        "killed at a random time": [{"share": round(draw.random(), 3)} for _ in range(-(-count // 4))],
+        **{
+            name: [{"at": n, "do": code} for n in sorted(draw.sample(events, min(-(-count // 3), len(events))))]
+            for name, code in FAULTS.items()
+        },
+    }
+
+
+def table(lines):
+    """Markdown from the lines of a record: held of tries. A try that came too late, to a command that ended well, is
+    left out unless something is wrong."""
+    kinds = list(dict.fromkeys(line["kind"] for line in lines))
+    text = ["| command (events) | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
+    counted = [line for line in lines if line["code"] or line["wrong"]]
+
+    def cell(kind, command=None):
+        some = [line for line in counted if line["kind"] == kind and command in (None, line["command"])]
+        return f"{sum(not line['wrong'] for line in some)} of {len(some)}" if some else "-"
+
+    events = {line["command"]: line["events"] for line in lines}
+    for command, count in events.items():
+        text.append(f"| {command} ({count:,}) | " + " | ".join(cell(kind, command) for kind in kinds) + " |")
+    text.append("| all | " + " | ".join(map(cell, kinds)) + " |")
+    held = sum(not line["wrong"] for line in counted)
+    return "\n".join([*text, "", f"{held} of {len(counted)} tries were held."])
+
+
+def checksums():
+    """Print what it costs to compare the checksums of kept features."""
+    import numpy as np
+
+    from finetune_mile.compute.rows import _sums_of
+
+    for width in (384, 2048):
+        rows = np.random.default_rng(0).random((2**27 // (2 * width), width)).astype(np.float16)
+        began = time.process_time()
+        _sums_of(rows, np.arange(len(rows)), {})
+        seconds = (time.process_time() - began) * 2**30 / rows.nbytes
+        print(f"{width:,} features in float16: {seconds:.1f} seconds of the processor for a GB")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tries", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", action="append", help="a command, or a kind of attack; may be repeated")
+    parser.add_argument("--record", type=Path, default=Path("runs/attacks.jsonl"))
+    parser.add_argument("--table", action="store_true", help="print the record, and stop")
+    parser.add_argument("--checksums", action="store_true", help="measure the checksums of features, and stop")
+    options = parser.parse_args()
+    if options.checksums:
+        return checksums()
+    options.record.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.loads(line) for line in options.record.read_text().splitlines()] if options.record.exists() else []
+    known = {(line["command"], line["kind"], json.dumps(line["fault"])) for line in lines}
+    wanted = options.only or []
+    names = [name for name in COMMANDS if name in wanted] or list(COMMANDS)
+    with tempfile.TemporaryDirectory() as base, Lab(base) as lab:
+        for name in [] if options.table else names:
+            place = Place(lab, base, name)
+            for kind, faults in tries(place.whole, options.tries, random.Random(options.seed)).items():
+                if set(wanted) - set(COMMANDS) and kind not in wanted:
+                    continue
+                for fault in faults:
+                    if (name, kind, json.dumps(fault)) in known:
+                        continue
+                    broken, wrong = place.attack(**fault)
+                    lines.append({"command": name, "kind": kind, "fault": fault, "wrong": wrong, "code": broken.code,
+                                  "said": broken.err[-300:], "events": place.whole.events})  # fmt: skip
+                    with options.record.open("a") as stream:
+                        stream.write(json.dumps(lines[-1]) + "\n")
+                    if wrong:
+                        print(name, kind, fault, *wrong, sep="\n  ", flush=True)
+    print(table(lines))
+    return int(any(line["wrong"] for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""The browser, for all tests of pages."""
+
+from browser import browser
+
+__all__ = ["browser"]
