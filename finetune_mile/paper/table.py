@@ -60,7 +60,9 @@ def build_parser() -> Parser:
     parser.add_argument("--again", action="store_true", help="replace runs whose settings are not the table's any more")
     parser.add_argument("--commands", choices=("shell", "slurm"), help="print the missing runs' commands instead")
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="of each run in --commands slurm (default: 8)")
-    parser.add_argument("--launch", metavar="WORDS", help=f"start each run by itself with these (printed: {LAUNCH})")
+    parser.add_argument(
+        "--launch", metavar="WORDS", help=f"the words before each run's own command (in --commands: {LAUNCH})"
+    )
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
                         help="a setting for every run, such as data=folder:photos")  # fmt: skip
     parser.add_argument("--ledger-only", action="store_true", help="run nothing, write the ledger of the existing runs")
@@ -222,9 +224,11 @@ def settings_and_sources(state: RunState) -> list[str]:
 
 
 # What a task does. The run is a process group of its own: launchers do not all pass a signal on, and may end first.
+# Its exit code comes by a file: bash sometimes loses a child that ends while a trap interrupts `wait`, and says -1.
 SLURM_TASK = """\
 set -m
-"$@" &
+ended=$(mktemp)
+(trap : TERM USR1; "$@"; echo "$?" > "$ended") &
 run=$!
 requeue=
 trap 'kill -TERM -- "-$run" 2> /dev/null' TERM
@@ -233,8 +237,9 @@ while kill -0 -- "-$run" 2> /dev/null; do
   wait "$run"
   sleep 1
 done
-wait "$run"
-code=$?
+code=$(cat "$ended")
+code=${code:-137}  # empty: killed before it could be written
+rm -f "$ended"
 if [ -n "$requeue" ] && [ "$code" != 0 ]; then
   scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 fi
