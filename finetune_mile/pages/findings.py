@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from finetune_mile.config.resolve import choose_recipe, flat, read_yaml, resolve_tree
 from finetune_mile.config.schema import FullRecipe, Recipe
@@ -16,6 +17,7 @@ from finetune_mile.measures.verdicts import SCORES, score_of
 from finetune_mile.methods import METHODS, get_method
 
 MOST_IN_MATRIX, MOST_PAIRS = 30, 30  # classes of the confusion matrix, and pairs beside or instead of it
+MOST_CLASSES = 1000  # rows of a table of classes
 BINS = 10  # of confidence
 RIVALS = (  # prefix in results.json, name
     ("own_size_probe_", "Linear probe at the checkpoint's own image size"),
@@ -78,6 +80,37 @@ def confusions(measured: Measured, classes: Sequence[str]) -> dict[str, Any]:
             for name, row, size in zip(classes, matrix.tolist(), sizes, strict=True)
         ]
     return found
+
+
+def guesses(
+    labelled: Tensor, guessed: Measured, measured: Measured, classes: Sequence[str], confidence: float
+) -> dict[str, Any]:
+    """How many images without a label get one, of which class, and how many such labels are right elsewhere.
+
+    Args:
+        labelled: given labels (n,) or (n, C) of the training images that have some.
+        guessed: of images without a label.
+        measured: of the validation images, whose labels say what is right.
+        classes: C names.
+        confidence: least probability of a label.
+    """
+    count = len(classes)
+    true = is_given(measured.given, count) if measured.truth is None else measured.truth
+    known = true.any(1)
+    said = guessed.probabilities >= confidence  # (N, C)
+    held_out = (measured.probabilities >= confidence)[known]
+    columns = (count_true(is_given(labelled, count), 0), count_true(said, 0), count_true(held_out, 0),
+               count_true(held_out & true[known], 0))  # fmt: skip
+    rows = [
+        {"class": name, "labelled": own, "found": found, "tested": tested,
+         "right": 100 * right / tested if tested else None}
+        for name, own, found, tested, right in zip(classes, *(column.tolist() for column in columns), strict=True)
+    ]  # fmt: skip
+    return {
+        "images": len(said), "sure": int(said.any(1).sum()), "confidence": confidence,
+        "tested": int(held_out.any(1).sum()),
+        "rows": sorted(rows, key=lambda row: -row["found"])[:MOST_CLASSES],
+    }  # fmt: skip
 
 
 def calibration(measured: Measured) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Validation photos that a page shows: the worst, the most doubtful and the best. N images, C classes."""
+"""Photos that a page shows: the worst, the most doubtful and the best that were scored. N images, C classes."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from finetune_mile.measures.metrics import Measured, is_given
 if TYPE_CHECKING:
     from finetune_mile.images.sets import ImageSet
 
-WORST, DOUBTFUL, BEST = 12, 12, 6  # photos
+WORST, DOUBTFUL, BEST, GUESSED = 12, 12, 6, 6  # photos
 SIDE, SMALL = 300, 160  # pixels of the longer side; below SMALL it is enlarged without smoothing
 MARKS = {"right": "✓", "wrong": "✗", "missed": "○", "more": "+"}
 MOST_LABELS, LEAST = 8, 0.02  # labels of a photo, and the least probability of one
@@ -64,20 +64,36 @@ def first(scores: Tensor, count: int, without: set[int] = frozenset(), kinds: Se
     return rows
 
 
+def surest(measured: Measured, confidence: float) -> dict[str, list[int]]:
+    """Rows (of N) of photos without a label: the surest, one of a class at most, and the least sure."""
+    top, best = measured.probabilities.max(1)
+    sure = top >= confidence
+    return {
+        "sure": first(top.where(sure, -torch.inf), GUESSED, kinds=best.tolist()),
+        "refused": first((-top).where(~sure, -torch.inf), GUESSED),
+    }
+
+
 def photos(
-    images: ImageSet, indices: Tensor, measured: Measured, classes: Sequence[str], threshold: float | Tensor
+    images: ImageSet,
+    indices: Tensor,
+    picked: Mapping[str, Sequence[int]],
+    measured: Measured,
+    classes: Sequence[str],
+    threshold: float | Tensor,
 ) -> dict[str, list[dict[str, Any]]]:
-    """What the page shows of each chosen photo.
+    """What the page shows of each picked photo.
 
     Args:
-        images: the validation images.
+        images: that were scored, and others.
         indices: (N,) of the images, in the order of `measured`.
+        picked: rows (of N) of each kind.
         measured: of the run.
         classes: C names.
         threshold: of the labels that are shown, one or (C,).
     """
     shown: dict[str, list[dict[str, Any]]] = {}
-    for kind, rows in chosen(measured).items():
+    for kind, rows in picked.items():
         shown[kind] = []
         for row in rows:
             index = int(indices[row])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup
 from PIL import Image
@@ -22,11 +23,20 @@ from finetune_mile.images.pipeline import centre_view
 from finetune_mile.images.splits import label_names
 from finetune_mile.measures import closing_rows
 from finetune_mile.measures.labels import best_and_above, say_threshold
+from finetune_mile.measures.metrics import Measured
 from finetune_mile.measures.predictions import pick_probe
 from finetune_mile.measures.verdicts import verdict
 from finetune_mile.pages.curves import charts_of, imitations
-from finetune_mile.pages.findings import calibration, changed_settings, confusions, score_rows, threshold_curves
-from finetune_mile.pages.photos import photos
+from finetune_mile.pages.findings import (
+    MOST_CLASSES,
+    calibration,
+    changed_settings,
+    confusions,
+    guesses,
+    score_rows,
+    threshold_curves,
+)
+from finetune_mile.pages.photos import chosen, photos, surest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,12 +54,16 @@ CLASS_COLUMNS = {  # of per_class.csv, in the table of classes
     "average_precision": "average precision, %",
     "precision@0.25": "precision at 0.25, %", "recall@0.25": "recall, %", "f1@0.25": "F1, %",
 }  # fmt: skip
-MOST_CLASSES, MOST_GATES = 1000, 12  # in that table; and decisions of `auto` that are told
+MOST_GATES = 12  # decisions of `auto` that are told
 KINDS = (  # of photos: which, title, sentence
     ("worst", "The worst", "The model is sure of what is not given: wrong labels, or classes that are alike."),
     ("doubtful", "The most doubtful", "The model can hardly decide. More photos like these, with labels, help most."),
     ("best", "The best", "What the model is right about and surest of."),
 )  # fmt: skip
+GUESSES = (  # of photos without a label: which, title, sentence
+    ("sure", "The surest", "Photos like these taught the model in the second stage, with their first label."),
+    ("refused", "The least sure", "No label reached the confidence, so photos like these taught nothing."),
+)
 LOADER = PackageLoader("finetune_mile.pages")
 TEMPLATES = Environment(loader=LOADER, autoescape=select_autoescape())
 
@@ -107,8 +121,9 @@ def report_values(task: Task, scored: Scored, folder: RunFolder) -> dict[str, An
         "confusion": confusions(measured, data.classes),
         "several": several,
         "extra": several and data.val.given.ndim == 1 and data.val.truth is None,
-        "photos": photos(data.val, readable, measured, data.classes, threshold),
+        "photos": photos(data.val, readable, chosen(measured), measured, data.classes, threshold),
         "kinds": KINDS,
+        "guesses": about_guesses(task, scored),
         "thresholds": threshold_curves(measured) if several else {},
         "own_threshold": f"{own:.2f}",
         "own_words": f"as predict: labels above {say_threshold(threshold)}, and always the best one",
@@ -142,10 +157,30 @@ def about_run(task: Task, folder: RunFolder) -> dict[str, Any]:
     }
 
 
+def about_guesses(task: Task, scored: Scored) -> dict[str, Any]:
+    """What the model says of the images without a label that a second stage saw; empty where there was none."""
+    if scored.guessed is None:
+        return {}
+    picked, outputs, confidence = scored.guessed
+    labelled = task.pools.images.given[torch.from_numpy(task.pools.indices["labelled"])]
+    indices, classes = torch.from_numpy(picked)[outputs.readable], task.data.classes
+    unknown = torch.full((len(indices),), -1)
+    guessed = Measured(
+        logits=outputs.rows[outputs.readable], activation=task.recipe.activation, given=unknown, truth=None
+    )
+    return {
+        **guesses(labelled, guessed, scored.measured, classes, confidence),
+        "all": len(task.pools.indices["unlabelled"]),
+        "kinds": GUESSES,
+        "photos": photos(task.pools.images, indices, surest(guessed, confidence), guessed, classes, confidence),
+    }
+
+
 SECTIONS = (  # id, what it needs, name
     ("scores", "scores", "Score"), ("curves", "charts", "Curves"), ("mistakes", "confusion", "Mistakes"),
-    ("photos", "photos", "Photos"), ("classes", "per_class", "Classes"), ("calibration", "calibration", "Calibration"),
-    ("time", "times", "Time"), ("settings", "settings", "Settings"), ("commands", "commands", "Go on"),
+    ("photos", "photos", "Photos"), ("unlabelled", "guesses", "Without a label"), ("classes", "per_class", "Classes"),
+    ("calibration", "calibration", "Calibration"), ("time", "times", "Time"), ("settings", "settings", "Settings"),
+    ("commands", "commands", "Go on"),
 )  # fmt: skip
 METHOD_NAMES = {"mile": "MILe", "auto": "MILe with its own threshold (auto)", "wan": "weak negatives (wan)"}
 

@@ -62,7 +62,8 @@ class Scored:
     measured: Measured  # what they are means of
     tables: dict[str, dict[str, Tensor]]  # file name to the columns (C,) of per_class.csv
     found: Outputs | None  # logits of the labelled images, for labels.parquet
-    guessed: tuple[Indices, Outputs] | None  # images without a label that a second stage saw, and their logits
+    # images without a label that a second stage saw, their logits, and its confidence
+    guessed: tuple[Indices, Outputs, float] | None
     outputs: Outputs  # logits of all validation images
     thresholds: list[float]  # least probability of each label beside the best one; empty: the recipe's, for all
     threshold: float | Tensor  # the same, one or (C,)
@@ -99,7 +100,7 @@ def finish(
     if scored.found is not None:
         write_labels(task, scored.found, scored.threshold, folder.path / "labels.parquet")
     if scored.guessed is not None:
-        write_guesses(task, *scored.guessed, folder.path / GUESSES)
+        write_guesses(task, *scored.guessed[:2], folder.path / GUESSES)
     write_model(task, model, learner, scored, folder.path / "export")
     folder.update()  # the times so far
     write_report(task, scored, folder)
@@ -135,14 +136,14 @@ def score(
     if then is not None and shares[1]:
         pool = then.pools.indices["unlabelled"]
         picked = pool[pick_probe(len(pool), MOST_GUESSED).numpy()]
-        guessed = picked, device.outputs(learner, train, picked)
+        guessed = picked, device.outputs(learner, train, picked), then.recipe.rho or THRESHOLD
     if not device.accelerator.is_main_process:  # what follows is files only; no process waits for another
         return None
     results |= {"bad_images": len(task.bad.read()), "unreadable_files": sum(data.unreadable.values())} | chosen
     lines = folder.start()
     results |= against_probes(results, measured, lines)
-    if then is not None and guessed is not None:
-        results |= confident(task, then.recipe.rho or THRESHOLD, guessed[1], measured)
+    if guessed is not None:
+        results |= confident(task, guessed[2], guessed[1], measured)
     thresholds, f1 = chosen_thresholds(measured)
     results |= f1
     advice = lower_rates(float(recipe.optimizer.lr), recipe.optimizer.head_lr)

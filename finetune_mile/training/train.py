@@ -52,10 +52,12 @@ def train(task: Task, model: Model, device: Device, folder: RunFolder) -> tuple[
                 with folder.times.of("trial"):
                     share, then = shares_by_trial(step_task, model, step_device, folder)  # may train first
                 loop, monitor = train_phases(step_task, model, step_device, folder)
-                learner, spread = learner_of(loop, share), weight_spread(model.learner)
-                score_first_stage(step_task, step_device, learner, folder)
+                learner = learner_of(loop, share)
+                if then:
+                    score_first_stage(step_task, step_device, learner, folder)
                 with folder.times.of("then"):
                     learner = with_second(step_task, model, step_device, folder, learner, then)
+                spread = weight_spread(learner)
             except RuntimeError as error:  # torch.OutOfMemoryError is one
                 from finetune_mile.training.memory import advise
 
