@@ -18,6 +18,7 @@ import json
 import shlex
 import shutil
 import statistics
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def bars(done: list[dict[str, Any]]) -> list[str]:
         if all(fact[name] == each[name] for name in ("photos", "seed", "keep"))
     ]  # fmt: skip
     cost = [fact["times"]["then"] / fact["times"]["train"] for fact in ten if {"then", "train"} <= {*fact["times"]}]
-    measured = (
+    measured: tuple[tuple[str, list[float], Callable[[list[float]], float], Callable[[float], bool]], ...] = (
         ("10 %: mean gain at least 3.0", gains(ten), statistics.fmean, lambda x: x >= 3),
         ("10 %: gain of the lowest run at least -1.0", gains(ten), min, lambda x: x >= -1),
         ("1 %: mean gain at least 0", gains(one), statistics.fmean, lambda x: x >= 0),

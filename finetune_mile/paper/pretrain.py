@@ -19,16 +19,18 @@ from finetune_mile.training.folder import choose_folder, resumed_recipe, say_fin
 if TYPE_CHECKING:
     from finetune_mile.paper.pretraining.run import PretrainSetup
 
-SETTINGS = ("recipe", "method", "data", "arch", "steps", "batch_size", "lr", "seed")
+SETTINGS = ("recipe", "method", "init", "data", "arch", "steps", "batch_size", "lr", "seed")
 EPILOG = """examples:
   finetune-mile pretrain                                                   SimCLR on the demo's grids
   finetune-mile pretrain --method byol --data folder:photos --out runs/byol
   finetune-mile run --init runs/byol --data folder:photos --fraction 0.1   and on to fine-tuning
+  finetune-mile pretrain --init moco.pth.tar --data folder:photos          continue a checkpoint on your own photos
   ACCELERATE_USE_CPU=1 torchrun --nproc_per_node 2 -m finetune_mile.cli pretrain          two processes
 """
 FLAGS: Flags = {
     "--recipe": {"metavar": "FILE", "help": "a recipe file, or its name below recipes/pretrain/"},
     "--method": {"help": " | ".join(get_args(Method))},
+    "--init": {"help": "a checkpoint to continue from, as --init of `run` (default: random weights)"},
     "--data": {"help": "any --data of `run`, or a folder of unlabelled images; labels are not used"},
     "--arch": {"help": "network, such as resnet-mini, resnet18-cifar, resnet50, timm:NAME"},
     "--steps": {"type": number, "help": "optimiser steps"},
@@ -109,11 +111,11 @@ def describe(resolved: ResolvedPretrain, setup: PretrainSetup, *, full: bool) ->
     if full:
         out.print(settings_table(recipe, resolved.said_by, {}))
     weights = sum(p.numel() for p in setup.learner.backbone.parameters())
-    epochs = recipe.steps / setup.plan.steps_per_epoch
+    epochs, origin = recipe.steps / setup.plan.steps_per_epoch, recipe.init or "random weights"
     out.print(
         f"recipe  {resolved.path.name} ({resolved.why})",
         f"data    {setup.data.name}: {len(setup.data.train):,} images without their labels",
-        f"network {recipe.arch}, {weights:,} parameters, at {recipe.size} pixels",
+        f"network {recipe.arch}, {weights:,} parameters, at {recipe.size} pixels, from {origin}",
         f"method  {recipe.method}: {recipe.steps:,} steps = {epochs:.1f} epochs",
         f"batch   {recipe.batch_size} images in {world} process{'es' if world > 1 else ''}",
         sep="\n",

@@ -165,3 +165,21 @@ def test_sigterm_saves_and_goes_on(tmp_path, whole, monkeypatch, capsys):
     assert (out / "checkpoints/step-00000005.pt").is_file()
     assert main(["pretrain", "--resume", str(out)]) == 0
     assert equal(whole("simclr"), out)
+
+
+@pytest.mark.parametrize("method", ["simclr", "byol"])
+def test_a_checkpoint_is_continued(tmp_path, method):
+    short = ["--data", "demo:100", "--steps", "2", "--batch-size", "8", "--set", "neighbours.bank=40"]
+    still = pretrain(tmp_path / "still", "--init", "simclr-demo", *short, "--method", method, "--lr", "1e-12")
+    before, card, report = load_network("simclr-demo", arch=None, num_classes=2, head_bias="zero")
+    after, own, _ = load_network(str(still), arch=None, num_classes=2, head_bias="zero")
+    assert own.arch == report.arch
+    assert own.preprocess == card.preprocess.model_copy(update={"crop": 1.0})
+    weights = dict(after.named_parameters())
+    kept = [name for name, _ in before.named_parameters() if not name.startswith("fc.")]
+    assert len(kept) == len(weights) - 2
+    for name in kept:
+        assert weights[name].allclose(before.get_parameter(name), atol=1e-6), name
+    assert str(tmp_path) not in json.dumps(torch.load(still / "export/checkpoint.ckpt")["hyper_parameters"])
+    moved = pretrain(tmp_path / "moved", "--init", "simclr-demo", *short, "--method", method)
+    assert any(not exported(moved)[f"backbone.{name}"].equal(exported(still)[f"backbone.{name}"]) for name in kept)

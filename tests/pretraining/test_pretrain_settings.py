@@ -29,6 +29,7 @@ def test_what_is_wrong_with_a_setting_is_said():
     assert "[LOW, HIGH]" in wrong("--set", "views.area=[0.5, 0.1]")
     assert "needs a block byol" in wrong("--method", "byol", "--set", "byol=null")
     assert "no source is called" in wrong("--data", "nowhere:x")
+    assert "arch, mean and std are null: name a checkpoint with --init" in wrong("--recipe", "continue")
     assert "did you mean --method?" in wrong("--methd", "byol")
     assert "no such file or recipe; did you mean grids?" in wrong("--recipe", "girds")
 
@@ -47,6 +48,7 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path):
 
 def test_the_recipe_follows_the_data(tmp_path):
     assert resolve({}, []).path.stem == "grids"
+    assert resolve({"init": "simclr-demo"}, []).path.stem == "continue"
     assert resolve({"recipe": "pretrain/photos"}, []).path.stem == "photos"
     assert resolve({"data": f"folder:{tmp_path}"}, []).path.stem == "photos"
 

@@ -128,13 +128,16 @@ class Pretrain(Section):
 
     data: str = Field(description="any --data of finetune-mile run; labels are not used")
     method: Method
-    arch: str = Field(description="resnet-mini, resnet18-cifar, resnet50, timm:NAME, ...")
-    size: int | None = Field(gt=0, description="side of a view; null: the short side of the first image")
+    init: str | None = Field(default=None, description="a checkpoint to continue from; null: random weights")
+    arch: str | None = Field(description="resnet-mini, resnet18-cifar, resnet50, timm:NAME, ...; null: that of init")
+    size: int | None = Field(gt=0, description="side of a view; null: that of init, or of the first image")
     source_size: int | None = Field(
         gt=0, description="side that images are brought to before views are cut out of them; null: size"
     )
-    mean: tuple[float, float, float] = Field(description="of the pixels in [0, 1]; is kept with the checkpoint")
-    std: tuple[Positive, Positive, Positive]
+    mean: tuple[float, float, float] | None = Field(
+        description="of the pixels in [0, 1]; is kept with the checkpoint; null: that of init"
+    )
+    std: tuple[Positive, Positive, Positive] | None
     seed: Seed
     steps: int = Field(gt=0, le=MOST_STEPS)
     batch_size: int = Field(gt=1, le=LARGEST_BATCH, description="images over all processes; each gives two views")
@@ -160,6 +163,8 @@ class Pretrain(Section):
             (getattr(self, self.method) is None, f"method {self.method} needs a block {self.method}: in the recipe"),
             (self.optimizer.name == "lars" and self.optimizer.nesterov,
              "optimizer.nesterov: true does not go with lars"),
+            (self.init is None and None in (self.arch, self.mean, self.std),
+             "arch, mean and std are null: name a checkpoint with --init, or give them"),
             (self.size is None and self.source_size is not None,
              "source_size needs size: set the side of the views too"),
         ])  # fmt: skip
@@ -169,14 +174,6 @@ class Pretrain(Section):
     def local_views(self) -> LocalViews | None:
         """Small views, where the method takes them."""
         return self.swav.local_views if self.method == "swav" and self.swav is not None else None
-
-    def facts(self) -> dict[str, Any]:
-        """What whoever loads the weights must know: the contents of export/config.json."""
-        return {
-            "arch": self.arch, "padding": "torch", "num_classes": 0, "mean": list(self.mean), "std": list(self.std),
-            "size": self.size, "crop": 1.0, "interpolation": "bilinear", "antialias": True,
-            "method": self.method, "data": self.data, "steps": self.steps, "seed": self.seed,
-        }  # fmt: skip
 
 
 ResolvedPretrain: TypeAlias = ResolvedAs[Pretrain]
@@ -193,7 +190,10 @@ def resolve(flags: Mapping[str, Any], sets: Sequence[str]) -> ResolvedPretrain:
     if wanted is not None:
         path, why = find_recipe(str(wanted).removeprefix(f"{FOLDER}/"), FOLDER), f"--recipe {wanted}"
     else:
-        grids = str(flags.get("data", "demo")).partition(":")[0] in GRIDS
-        path, why = find_recipe("grids" if grids else "photos", FOLDER), "no --recipe: by the kind of --data"
+        grids = "init" not in flags and str(flags.get("data", "demo")).partition(":")[0] in GRIDS
+        kind, why = "grids" if grids else "photos", "no --recipe: by the kind of --data"
+        if "init" in flags:
+            kind, why = "continue", "no --recipe: continues a checkpoint"
+        path = find_recipe(kind, FOLDER)
     given = {key: value for key, value in flags.items() if key != "recipe"}
     return resolve_tree(Pretrain, read_yaml(path), path, why, given, sets)

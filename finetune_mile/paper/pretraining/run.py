@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from finetune_mile.checkpoints.loading import open_trunk
 from finetune_mile.config.resolve import to_yaml
 from finetune_mile.core.console import open_console
 from finetune_mile.core.files import whole_stream, write_json, write_whole
@@ -33,7 +34,10 @@ from finetune_mile.learning.roles import Roles
 from finetune_mile.measures.guards import lower_rates
 from finetune_mile.measures.predictions import pick_probe
 from finetune_mile.networks.heads import build
+from finetune_mile.networks.resnets import Padding
+from finetune_mile.networks.vits import exported_arch
 from finetune_mile.pages import report
+from finetune_mile.pages.card import public_name
 from finetune_mile.paper.pretraining.methods import METHODS, Learner
 from finetune_mile.paper.pretraining.recipe import Pretrain
 from finetune_mile.paper.pretraining.views import SEEDS, draw, make_view
@@ -69,6 +73,7 @@ class PretrainSetup:
     requested: Pretrain
     data: Data
     preprocess: Preprocess
+    padding: Padding  # of the network
     bad: BadImages
     device: Device
     plan: Plan
@@ -183,9 +188,12 @@ def set_up(recipe: Pretrain, path: Path, signals: Signals) -> PretrainSetup:
     data = load_data(recipe.data, need_labels=False)
     if len(data.train) < 2:
         raise Problem(f"--data {recipe.data}: {len(data.train)} images; views can only be told apart among several")
-    size = recipe.size or min(data.train.read(0).shape[-2:])
-    sizes = {"size": size, "source_size": recipe.source_size or size, "precision": precision}
-    requested, recipe = recipe, recipe.model_copy(update=sizes)
+    trunk, arch, preprocess, padding = first_network(recipe)
+    size = recipe.size or (min(data.train.read(0).shape[-2:]) if recipe.init is None else preprocess.size)
+    preprocess = preprocess.model_copy(update={"size": size, "crop": 1.0})
+    found = {"arch": arch, "mean": preprocess.mean, "std": preprocess.std, "size": size}
+    found |= {"source_size": recipe.source_size or size, "precision": precision}
+    requested, recipe = recipe, recipe.model_copy(update=found)
     device = Device(
         accelerator=accelerator, signals=signals, batch_size=FEATURE_BATCH * world,
         workers=wanted_workers(recipe.workers, data, accelerator),
@@ -196,13 +204,23 @@ def set_up(recipe: Pretrain, path: Path, signals: Signals) -> PretrainSetup:
     plan = Plan(
         total_steps=recipe.steps, steps_per_epoch=len(data.train) / recipe.batch_size, pool="all", phases=(phase,)
     )
-    trunk = build(recipe.arch)
     learner = METHODS[recipe.method](trunk, cast(int, trunk.num_features), getattr(recipe, recipe.method), plan)
     return PretrainSetup(
         recipe=recipe, requested=requested, data=data, device=device, plan=plan, learner=learner,
-        preprocess=Preprocess(mean=recipe.mean, std=recipe.std, size=size, crop=1.0),
+        preprocess=preprocess, padding=padding,
         bad=BadImages(path / "bad_images.csv", recipe.data),
     )  # fmt: skip
+
+
+def first_network(recipe: Pretrain) -> tuple[nn.Module, str, Preprocess, Padding]:
+    """The network without a classifier, the name of its shape, its input and its padding."""
+    said = {name: value for name in ("mean", "std") if (value := getattr(recipe, name)) is not None}
+    if recipe.init is None:
+        arch = cast(str, recipe.arch)
+        return build(arch), arch, Preprocess(**said), "torch"
+    opened = open_trunk(recipe.init, arch=recipe.arch)
+    card = opened.card
+    return opened.network, exported_arch(opened.report.arch), card.preprocess.model_copy(update=said), card.padding
 
 
 def open_folder(setup: PretrainSetup, path: Path, *, resume: bool, overwrite: bool) -> RunFolder:
@@ -288,7 +306,8 @@ def finish(setup: PretrainSetup, folder: RunFolder, before: float | None) -> Non
 
 def write_checkpoint(folder: Path, setup: PretrainSetup) -> None:
     """Write `checkpoint.ckpt` as lightly's modules save it, and `config.json` with what its tensors do not say."""
-    recipe = setup.recipe
+    published = {"data": setup.data.name, "init": setup.recipe.init and public_name(setup.recipe.init)}
+    recipe = setup.recipe.model_copy(update=published)
     folder.mkdir(exist_ok=True)
     state = {
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -300,7 +319,9 @@ def write_checkpoint(folder: Path, setup: PretrainSetup) -> None:
     }  # fmt: skip
     with whole_stream(folder / CHECKPOINT) as stream:
         torch.save(content, stream)
-    write_json(folder / "config.json", recipe.facts())
+    facts = {name: getattr(recipe, name) for name in ("arch", "method", "data", "steps", "seed")}
+    facts |= {"padding": setup.padding, "num_classes": 0, **setup.preprocess.model_dump(mode="json")}
+    write_json(folder / "config.json", facts)
 
 
 def write_report(setup: PretrainSetup, folder: RunFolder, results: dict[str, Any]) -> None:
