@@ -47,8 +47,8 @@ STATEMENTS = {
     "measures": 1133,
     "methods": 563,
     "networks": 591,
-    "pages": 707,
-    "training": 4580,
+    "pages": 738,
+    "training": 4581,
     "verbs": 692,
 }
 # Left from before these rules. Nothing may be added.
@@ -306,7 +306,8 @@ def test_every_pretraining_recipe_is_valid_and_says_how_to_run_it():
     assert {"grids", "photos"} <= {path.stem for path in PRETRAIN_RECIPES}
     for path in PRETRAIN_RECIPES:
         for method in ("simclr", "mocov2", "byol", "swav"):
-            resolved = resolve_tree(Pretrain, read_yaml(path), path, "test", {"method": method})
+            given = {"method": method} | ({"init": "simclr-demo"} if path.stem == "continue" else {})
+            resolved = resolve_tree(Pretrain, read_yaml(path), path, "test", given)
             again = resolve_tree(Pretrain, yaml.safe_load(to_yaml(resolved.recipe)), path, "test")
             assert again.recipe == resolved.recipe, "YAML to recipe to YAML is the identity"
         assert "finetune-mile pretrain" in path.read_text().split("\ndata:")[0], f"{path}: its command is missing"
