@@ -7,6 +7,8 @@ One run for each checkpoint, data set, fraction of the labels and seed; the othe
 (--semi all). Its first stage is the supervised default, so one run has both numbers. `--arm NAME=FLAGS` adds runs with
 other flags, for example --arm half-foreign='--unlabelled folder:OTHER'; --only-arms leaves the default out. With --keep
 last there is no trial: the weights go all the way in both stages.
+--parts says which part of the second stage carries the gain: each arm of PARTS continues the same supervised run, which
+is trained once, without a trial.
 Every finished run becomes one line of --record, and is not run again. `--table` only prints. Below the table each bar
 says what it is met or missed by.
 """
@@ -29,17 +31,33 @@ ROW = ("init", "photos", "fraction", "arm", "size", "keep")  # what the runs of 
 RECORD = Path(__file__).resolve().parent / "records/unlabelled.jsonl"
 
 
-def facts(run: Path) -> dict[str, Any]:
-    """What the tables need of a finished run; without a second stage both accuracies are the same."""
+PARTS = {  # arms of --parts: what is changed in recipes/unlabelled.yaml
+    "averaged teacher": "",
+    "MILe's teacher: a copy, renewed 4 times": "--set averaged_teacher.renew=4",
+    "no mask: other photos teach no class": "--set averaged_teacher.rest=negative",
+    "no alignment": "--set averaged_teacher.align=false",
+    "weak views alone": "--set augment.policy=null --set augment.erase=0 --set augment.scale=[0.35,1.0]",
+    "best class alone": "--set averaged_teacher.targets=best",
+    "soft labels": "--set averaged_teacher.targets=soft",
+    "confidence 0.8": "--set averaged_teacher.confidence=0.8",
+    "labelled photos alone, 300 further steps": "--recipe finetune --method sigmoid --set then=null --keep last "
+    "--set head_init=random --set keep_head=fc --set optimizer.lr=0.003 --set optimizer.ema=0.99",
+}
+
+
+def facts(run: Path, first: Path | None = None) -> dict[str, Any]:
+    """What the tables need of a finished run, whose first stage is in it, or is the run `first`."""
     results, split, info = (json.loads((run / name).read_text()) for name in ("results.json", "split.json", "run.json"))
-    metrics, times = run / "then/metrics.jsonl", info.get("times", {})
+    metrics, times = run / ("metrics.jsonl" if first else "then/metrics.jsonl"), info.get("times", {})
+    before = json.loads((first / "results.json").read_text())["accuracy"] if first else results["accuracy"]
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
     empty = [line["empty_share"] for line in lines if "empty_share" in line]
+    steps = max((line["step"] for line in lines), default=0)
     decision = run / "trial/decision.json"
     return {
-        "accuracy": results["accuracy"], "supervised": results.get("first_stage_accuracy", results["accuracy"]),
+        "accuracy": results["accuracy"], "supervised": results.get("first_stage_accuracy", before),
         "images": results["images"], "labelled": split["labelled"], "unlabelled": split["unlabelled"],
-        "counted": 100 * (1 - statistics.fmean(empty)) if empty else None, "steps": len(lines) and lines[-1]["step"],
+        "counted": 100 * (1 - statistics.fmean(empty)) if empty else None, "steps": steps,
         "probe": results.get("probe_accuracy"), "own_size_probe": results.get("own_size_probe_accuracy"),
         "shares": [info.get("share"), info.get("then_share")], "seconds": round(info["seconds"]),
         "times": {name: round(times[name]) for name in ("train", "then", "trial") if name in times},
@@ -53,15 +71,21 @@ def measure(options: argparse.Namespace) -> None:
     for seed, fraction, init, data, arm in every:
         about = {"init": init[0], "photos": data[0], "fraction": fraction, "seed": seed, "arm": arm[0]}
         about |= {"size": options.size, "keep": options.keep}
-        cell = "-".join(map(str, about.values()))
+        cell, first = "-".join(map(str, about.values())), None
         if cell in recorded(options.record):
             continue
-        common = ["--data", data[1], "--fraction", fraction, "--seed", str(seed), "--init", init[1], "--semi", "all"]
-        common += ["--size", str(options.size), "--keep", options.keep, "--set", "evaluate.labels=false"]
-        run_cell(options.runs / cell, [*common, *shlex.split(arm[1])], options.threads)
+        common = ["--data", data[1], "--fraction", fraction, "--seed", str(seed), "--size", str(options.size)]
+        common += ["--set", "evaluate.labels=false"]
+        own = ["--init", init[1], "--semi", "all", "--keep", options.keep]
+        if options.parts:
+            first = options.runs / f"first-{init[0]}-{data[0]}-{fraction}-{seed}-{options.size}"
+            alone = ["--init", init[1], "--keep", "last", "--set", "then=null"]
+            run_cell(first, [*common, *alone], options.threads)
+            own = ["--init", str(first), *([] if "--recipe" in arm[1] else ["--recipe", "unlabelled"])]
+        run_cell(options.runs / cell, [*common, *own, *shlex.split(arm[1])], options.threads)
         options.record.parent.mkdir(parents=True, exist_ok=True)
         with options.record.open("a") as file:
-            file.write(json.dumps({"cell": cell, **about, **facts(options.runs / cell)}) + "\n")
+            file.write(json.dumps({"cell": cell, **about, **facts(options.runs / cell, first)}) + "\n")
         if options.tidy:
             shutil.rmtree(options.runs / cell)
 
@@ -129,6 +153,7 @@ def main() -> None:
     parser.add_argument("--data", action="append", default=[], type=pair, metavar="NAME=DATA")
     parser.add_argument("--arm", action="append", default=[], type=pair, metavar="NAME=FLAGS")
     parser.add_argument("--only-arms", action="store_true", help="leave the default out")
+    parser.add_argument("--parts", action="store_true", help="the arms of PARTS, and no other")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--fractions", nargs="+", default=["0.1"])
     parser.add_argument("--size", type=int, default=64)
@@ -140,6 +165,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="train nothing")
     options = parser.parse_args()
     options.arm = [*([] if options.only_arms else [("default", "")]), *options.arm]
+    if options.parts:
+        options.arm, options.keep = [*PARTS.items()], "last"
     if not options.table:
         measure(options)
     done = [*recorded(options.record).values()]
