@@ -149,8 +149,8 @@ VERBS = {
     "weights": "error: the following arguments are required: ls | show | check | convert | add | verify "
     "(--help lists the flags)",
     "train --fraction 200%": "error: --fraction 2.0: input should be less than or equal to 1",
-    "table": "error: the name of a table is missing; give one of ablations, auto, imagenet, mini-ssl, multi-mnist, "
-    "ood, semi, ssl (`finetune-mile table --list` has their titles)",
+    "table": "error: the name of a table is missing; give one of ablations, auto, imagenet, mini-semi, mini-ssl, "
+    "multi-mnist, ood, semi, ssl (`finetune-mile table --list` has their titles)",
     "tabel ssl": "error: tabel: unknown verb; did you mean table?",
     "table ssl --formt csv": "error: --formt: unknown flag; did you mean --format?",
     "table ssl --format tex": "error: --format tex: unknown; did you mean latex?",

@@ -18,7 +18,11 @@ TINY = {
             "name": "fine-tuning",
             "columns": {"10 %": {"fraction": 0.1}, "100 %": {"fraction": 1.0}},
             "rows": {
-                "sigmoid": {"settings": {"method": "sigmoid"}, "only": ["10 %"], "note": "one long interaction"},
+                "sigmoid": {
+                    "settings": {"method": "sigmoid", "optimizer.name": "relative", "optimizer.lr": "auto"},
+                    "only": ["10 %"],
+                    "note": "one long interaction",
+                },
                 "student": {
                     "needs": {"teacher": "sigmoid"},
                     "settings": {"method": "distill", "teacher": "{teacher}"},

@@ -346,7 +346,7 @@ def _status(job: Job, meaning: Meaning, runs: Path, info: Mapping[str, Any]) -> 
     """Status of a run by itself, why, and whether its folder is overwritten."""
     if not (job.folder / "recipe.yaml").is_file():
         return "not run", "", False
-    changes = _changed_settings(job, meaning, runs)
+    changes = _changed_settings(job, meaning, runs, info)
     if info.get("status") == "failed":
         return "failed", str(info.get("error") or "no reason is known").splitlines()[-1], bool(changes)
     if changes:
@@ -357,9 +357,9 @@ def _status(job: Job, meaning: Meaning, runs: Path, info: Mapping[str, Any]) -> 
     return "stopped", "", not info
 
 
-def _changed_settings(job: Job, meaning: Meaning, runs: Path) -> list[str]:
-    """Settings in which the run in the folder differs from what the table asks for now."""
-    was = flat(read_yaml(job.folder / "recipe.yaml"))
+def _changed_settings(job: Job, meaning: Meaning, runs: Path, info: Mapping[str, Any]) -> list[str]:
+    """Settings in which the run in the folder was asked for something else than the table asks for now."""
+    was = flat(read_yaml(job.folder / "recipe.yaml") | info.get("requested", {}))
     now = {key: job.filled(value) for key, value in meaning.tree.items()} | {"seed": job.key.seed}
     now.pop("recipe", None)
     if now.get("epochs") is not None and was.get("epochs") is None:
