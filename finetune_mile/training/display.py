@@ -25,11 +25,11 @@ class Display:
     """Progress on stderr; quiet on every process but the first."""
 
     def __init__(
-        self, total_steps: int, *, visible: bool, steps_per_epoch: float | None = None, after: int = 0
+        self, total_steps: int, *, visible: bool, steps_per_epoch: float | None = None, after: float = 0
     ) -> None:  # fmt: skip
         """A bar over the steps, with the generation, or the epoch where `steps_per_epoch` is given.
 
-        The time left has `after` more steps in it: those of the run that follows a trial.
+        The time left has `after` more steps in it: those of what follows, such as the run after a trial.
         """
         self.console = open_console(stderr=True, quiet=not visible)
         self.total, self.steps_per_epoch, self.after = total_steps, steps_per_epoch, after
@@ -79,7 +79,7 @@ class Display:
             generation = int(step / self.steps_per_epoch)
         shown, now = "-" if loss is None else f"{loss:.3f}", time.monotonic()
         pace = (now - self._began) / max(step - self._first, 1)
-        left = f"{duration(pace * (self.total - step + self.after))} left{' with the run' if self.after else ''}"
+        left = f"{duration(pace * (self.total - step + self.after))} left{' in all' if self.after else ''}"
         if self._bar is not None:
             self._bar.update(
                 self._task, completed=step, phase=phase, generation=generation, speed=speed, loss=shown, left=left

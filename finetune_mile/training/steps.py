@@ -27,9 +27,9 @@ from finetune_mile.training.task import Model, Task, feed, on_training_images
 
 
 def train_phases(
-    task: Task, model: Model, device: Device, folder: RunFolder, *, visible: bool = True, after: int = 0
+    task: Task, model: Model, device: Device, folder: RunFolder, *, visible: bool = True, after: float = 0
 ) -> tuple[Loop, LabelMonitor]:
-    """Train the phases that are left; `after` so many steps of another run follow."""
+    """Train the phases that are left. What follows them takes as long as `after` steps."""
     recipe, accelerator, plan = task.recipe, device.accelerator, task.plan
     with folder.times.of("features"):
         start_classifier(task, model, device, folder)

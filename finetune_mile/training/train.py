@@ -16,7 +16,7 @@ from finetune_mile.training.monitor import recorded
 from finetune_mile.training.processes import Device, computing, warn_of_spread, weight_spread
 from finetune_mile.training.start import compare_sizes, score_first_stage
 from finetune_mile.training.steps import train_phases
-from finetune_mile.training.task import Model, Task
+from finetune_mile.training.task import Model, Task, second_cost
 from finetune_mile.training.trial import learner_of, refit, shares_by_trial, with_second
 
 
@@ -51,7 +51,9 @@ def train(task: Task, model: Model, device: Device, folder: RunFolder) -> tuple[
             try:
                 with folder.times.of("trial"):
                     share, then = shares_by_trial(step_task, model, step_device, folder)  # may train first
-                loop, monitor = train_phases(step_task, model, step_device, folder)
+                loop, monitor = train_phases(
+                    step_task, model, step_device, folder, after=second_cost(step_task) if then else 0
+                )
                 learner = learner_of(loop, share)
                 if then:
                     score_first_stage(step_task, step_device, learner, folder)

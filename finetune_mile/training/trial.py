@@ -23,10 +23,10 @@ from finetune_mile.pages.card import model_card
 from finetune_mile.training.explain import about_second
 from finetune_mile.training.features import on_features
 from finetune_mile.training.folder import REFIT, SECOND, TRIAL, RunFolder
-from finetune_mile.training.plan import HELD_OUT, MOST_LABELS, has_trial, trial_steps
+from finetune_mile.training.plan import HELD_OUT, MOST_LABELS, computing, has_trial, trial_steps
 from finetune_mile.training.processes import Device, from_first
 from finetune_mile.training.steps import train_phases
-from finetune_mile.training.task import Model, Task, on_training_images, second_task, unseen
+from finetune_mile.training.task import Model, Task, on_training_images, second_cost, second_task, unseen
 
 SHARES = (1.0, 0.5)  # in the order of preference
 
@@ -60,12 +60,14 @@ def shares_by_trial(task: Task, model: Model, device: Device, folder: RunFolder)
             f"trial   {trial.plan.total_steps:,} steps with {len(pools.calibration):,} labels held out, "
             "which decide how far the weights go; then the run with all labels\n"
         )
-    loop, _ = train_phases(trial, model.copied(), device, inside, after=task.plan.total_steps)
+    after = task.plan.total_steps + second_cost(task)
+    loop, _ = train_phases(trial, model.copied(), device, inside, after=after + second_cost(trial))
     share, losses = decide(trial, device, loop)
     decision: dict[str, Any] = {"held_out": len(pools.calibration), "share": share, "losses": losses}
     then = second_task(trial)
     if then is not None:
-        second = train_second(then, model, device, inside, learner_of(loop, share))
+        images = after * task.recipe.batch_size
+        second = train_second(then, model, device, inside, learner_of(loop, share), images)
         decision["then_share"], decision["then_losses"] = decide(then, device, second)
     if main:
         write_json(decided, decision)
@@ -93,15 +95,20 @@ def with_second(
     return learner_of(train_second(then, model, device, folder, learner), share)
 
 
-def train_second(then: Task, model: Model, device: Device, folder: RunFolder, learner: nn.Module) -> Loop:
-    """Train a second stage in a folder of its own inside that of the first one, where a stopped one is continued."""
+def train_second(
+    then: Task, model: Model, device: Device, folder: RunFolder, learner: nn.Module, after: float = 0
+) -> Loop:
+    """Train a second stage in a folder of its own inside that of the first one, where a stopped one is continued.
+
+    What follows it takes as long as learning from `after` images.
+    """
     device.accelerator.free_memory()
     network = model.exported(learner)
     inside = open_inside(then, device, folder, SECOND)
     if device.accelerator.is_main_process:
         sys.stderr.write(f"then    {about_second(then)}\n")
-    loop, _ = train_phases(then, dataclasses.replace(model, network=network, learner=network), device, inside)
-    return loop
+    model = dataclasses.replace(model, network=network, learner=network)
+    return train_phases(then, model, device, inside, after=after / computing(then.recipe))[0]
 
 
 def not_rejected(losses: Mapping[float, Tensor]) -> float:

@@ -150,7 +150,7 @@ def test_the_time_left_of_a_trial_has_the_run_in_it(monkeypatch, capsys):
 
     now = [0.0]
     monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    for after, left in ((0, "50 s left"), (20, "70 s left with the run")):
+    for after, left in ((0, "50 s left"), (20, "70 s left in all")):
         shown = display.Display(100, visible=True, after=after)
         shown.begin(0)
         now[0] += 50
