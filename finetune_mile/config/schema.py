@@ -100,6 +100,9 @@ class Augment(Section):
 
     crop: Literal["random-resized", "shift", "none"] = Field(description="which part of the image is shown")
     scale: tuple[float, float] = Field(default=(0.08, 1.0), description="for `random-resized`: area")
+    weak_scale: tuple[float, float] | None = Field(
+        default=None, description="the same in the teacher's views of `views: weak-strong`; null: as scale"
+    )
     shift: int = Field(default=0, ge=0, description="for `shift`: pixels in each direction")
     flip: bool = Field(description="mirror half of the images")
     jitter: Annotated[tuple[Share, Share, Share, Annotated[float, Field(ge=0, le=0.5)]], BeforeValidator(_four)] = (
@@ -114,7 +117,7 @@ class Augment(Section):
     @property
     def of_one_image(self) -> dict[str, Any]:
         """The settings of `images.pipeline.Augmentation`."""
-        return self.model_dump(exclude={"mixup", "cutmix"})
+        return self.model_dump(exclude={"weak_scale", "mixup", "cutmix"})
 
 
 class Evaluate(Section):

@@ -249,9 +249,8 @@ def feed(task: Task, device: Device, pool: Pool, first_step: int) -> Iterator[Ba
     recipe, augmentation = task.recipe, Augmentation(**task.recipe.augment.of_one_image)
     views = task.views("train", augmentation, task.pools.indices[pool])
     if recipe.views == "weak-strong":
-        views.weak = Augmentation(
-            crop=augmentation.crop, scale=augmentation.scale, shift=augmentation.shift, flip=augmentation.flip
-        )
+        scale = recipe.augment.weak_scale or augmentation.scale
+        views.weak = Augmentation(crop=augmentation.crop, scale=scale, shift=augmentation.shift, flip=augmentation.flip)
     keys = micro_batches(
         task.order(pool), first_step=first_step, batch_size=recipe.batch_size, accumulate=int(recipe.accumulate),
         rank=device.accelerator.process_index, world=device.accelerator.num_processes,

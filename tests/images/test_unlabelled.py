@@ -321,3 +321,17 @@ def test_the_teacher_sees_the_weak_view(photos, loose, run_demo, drawn, monkeypa
         assert not by_teacher.equal(strong)
     monkeypatch.undo()
     assert losses(run)[:4] == losses(run_demo("same", *flags, *colour))[:4], "interactions stay"
+
+
+def test_the_weak_view_may_have_a_crop_of_its_own(photos, loose, run_demo, drawn):
+    flags = [*SEMI, "--data", str(photos), "--unlabelled", str(loose), "--set", "views=weak-strong"]
+    crops = ["--set", "augment.crop=random-resized", "--set", "augment.scale=[0.1,0.2]"]
+
+    def seen(name, *more):
+        drawn.clear()
+        run_demo(name, *flags, *crops, *more)
+        return [batch for pool, batch in drawn if pool != "labelled"]
+
+    for one, other in zip(seen("one"), seen("other", "--set", "augment.weak_scale=[0.9,1.0]"), strict=True):
+        assert one.images.equal(other.images)
+        assert not one.weak.equal(other.weak)
