@@ -21,7 +21,7 @@ from finetune_mile.images.splits import label_names
 from finetune_mile.learning.evidence import judge
 from finetune_mile.learning.losses import given_matrix
 from finetune_mile.measures.advice import say_several, several_classes
-from finetune_mile.measures.audit import Judged, disputed, judge_labels, judge_sets, outliers
+from finetune_mile.measures.audit import Judged, judge_labels, judge_sets, outliers, suggested, suspects
 
 KINDS = ("wrong", "missing", "duplicate", "outlier")
 FEWEST = 20  # labelled photos
@@ -128,11 +128,11 @@ def ranked(rows: Sequence[Finding]) -> Iterator[tuple[int, Finding]]:
 
 
 def _wrong(photos: Photos, rows: Tensor, judged: Judged) -> Iterator[Finding]:
-    """Photos to which a classifier of the others would give another label, the most likely error first."""
+    """Photos whose label is more likely wrong than on average, the most likely error first."""
     classes, chances = photos.data.classes, judged.logits.softmax(1)
     labels = photos.given[rows]
-    guess = judged.scores.argmax(1)
-    for i in disputed(judged, labels):
+    guess = suggested(judged, labels)
+    for i in suspects(judged):
         yield Finding(
             photo=int(rows[i]), given=(classes[labels[i]],), suggested=(classes[guess[i]],),
             probability_given=float(chances[i, labels[i]]), probability_suggested=float(chances[i, guess[i]]),

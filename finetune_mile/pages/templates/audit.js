@@ -5,7 +5,7 @@ const PAGE = 24, MOST_HEAT = 30, NAMES = FACTS.classes, KINDS = FACTS.kinds;
 const VERDICTS = { right: "✓ right", wrong: "✗ wrong", unsure: "? unsure", relabel: "↦ " };
 const COLUMNS = ["audit", "kind", "split", "id", "path", "other", "given", "suggested", "verdict", "labels"];
 const ABOUT = {
-  wrong: "Photos to which a model of other photos would give another label, most likely errors first.",
+  wrong: "Photos whose label is more likely wrong than on average, by a model of other photos. The most likely errors come first.",
   missing: "Photos that seem to have a class which is not given, most likely first.",
   duplicate: "The photo on the left is, or looks like, the one on the right. Those with different labels come first.",
   outlier: "Photos that are far from all others, the farthest first. Not every one is a mistake.",
