@@ -8,15 +8,19 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 from shortcuts import COLOURS, refused, tinted, tinted_photos
 
 from finetune_mile.api import Run
 from finetune_mile.cli import main
+from finetune_mile.compute.passes import Outputs
+from finetune_mile.images.sets import Data, ImageSet
 from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import label_names
 from finetune_mile.training.auditing import quoted, unquoted
 from finetune_mile.training.cleaning import TICKED, apply_ticks
+from finetune_mile.training.findings import Photos, find_all
 
 LITTLE = ["--init", "simclr-demo", "--size", "24", "--workers", "0"]
 HOSTILE = "<img src=x onerror=alert(1)>.png"
@@ -100,6 +104,18 @@ def test_the_same_command_again_says_so_and_another_one_is_refused(photos, audit
     (tmp_path / "notes.txt").write_text("mine")
     assert main(["audit", str(photos), *LITTLE, "--out", str(tmp_path)]) == 2
     assert (audited / "audit.html").stat().st_mtime_ns == before
+
+
+def test_noise_with_few_photos_a_class_says_nothing_about_several_classes():
+    draw = torch.Generator().manual_seed(0)
+    given = torch.randint(64, (56,), generator=draw)
+    ids = [str(i) for i in range(28)]
+    sides = [ImageSet(ids=ids, given=part, truth=None, content=lambda i: b"") for part in given.split(28)]
+    data = Data(name="noise", classes=tuple(f"class {i}" for i in range(64)), train=sides[0], val=sides[1])
+    features = Outputs(torch.randn(56, 30, generator=draw), torch.ones(56, dtype=torch.bool))
+    _, rows, notes = find_all(Photos(data=data, features=features, copies=[]), (1.0, 0.5))
+    assert notes[0].startswith("Cannot tell")
+    assert sum(row.kind == "missing" for row in rows) <= 100
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+a", "-a", "@a", "'a", "\ta", "plain", "a=b", ""])
