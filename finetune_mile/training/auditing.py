@@ -189,7 +189,7 @@ def say_audit(facts: Mapping[str, Any]) -> list[str]:
     said = [
         f"{facts['labelled']:,} labelled photos: about {share * labels:,.0f} of {labels:,} labels are wrong "
         f"({100 * share:.1f} %, 95 % interval {100 * low:.1f} to {100 * high:.1f})."
-        + ("" if facts["several"] else " The interval is wide: wrong labels between similar classes look like hard photos.")
+        + ("" if facts["several"] else " Errors between similar classes look like hard photos, so it is wide.")
     ]
     if expected["cut"]:
         said.append(
