@@ -27,6 +27,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -284,13 +285,49 @@ def rows(done: dict[str, Any]) -> list[str]:
             f"{scores[0]:.1f}, {scores[1]:.1f}, {scores[2]:.1f} | {left[0]:.0f} ({left[1]:.0f} to {left[2]:.0f}), "
             f"{mean([each['left'] for each in cells]):.0f} |"
         )
-    ours = {key: [each["precision"][key] for each in done.values()] for key in keys} if done else {}
-    if ours:
-        lines.append("\nmean: " + ", ".join(f"{key} {statistics.fmean(values):.3f}" for key, values in ours.items()))
+    lines += ["", *summary(done)] if done else []
     others = [each["precision"] for each in done.values() if len(each["precision"]) > len(keys)]
     if others:
         lines.append("logistic regression: " + ", ".join(
             f"{key} {statistics.fmean(each[key] for each in others):.3f}" for key in others[0]))  # fmt: skip
+    return lines
+
+
+def summary(done: dict[str, Any]) -> list[str]:
+    """All cells of a kind of error together."""
+    lines = ["| | symmetric | confusable | all |", "|---|---|---|---|"]
+    cells = [[each for key, each in done.items() if kind in key] for kind in (*KINDS, "")]
+
+    def line(name: str, of: Callable[[list[dict[str, Any]]], str]) -> None:
+        lines.append(f"| {name} | {' | '.join(of(each) for each in cells if each)} |")
+
+    def held(key: str, true: Callable[[dict[str, Any]], float]) -> Callable[[list[dict[str, Any]]], str]:
+        return lambda some: f"{sum(each[key][1] <= true(each) <= each[key][2] for each in some)} of {len(some)}"
+
+    def sums(*values: Callable[[dict[str, Any]], float]) -> Callable[[list[dict[str, Any]]], str]:
+        return lambda some: ", ".join(f"{sum(map(value, some)):,.0f}" for value in values)
+
+    def precision(name: str) -> Callable[[list[dict[str, Any]]], str]:
+        return lambda some: f"{statistics.fmean(each['precision'][name] for each in some):.3f}"
+
+    line("average precision, this list", precision("ours"))
+    line("cleanlab, self confidence", precision("cleanlab self_confidence"))
+    line("cleanlab, margin", precision("cleanlab normalized_margin"))
+    line("wrong labels: estimate, real", sums(lambda one: one["share"][0] * one["photos"], lambda one: one["errors"]))
+    line("intervals of their share that hold it", held("share", lambda one: one["errors"] / one["photos"]))
+    cut = (lambda one: one["cut"], lambda one: one["expected_in_cut"], lambda one: one["errors_in_cut"])
+    line("more likely wrong than right: listed, expected, real", sums(*cut))
+    line("left after ticks: estimate, real", sums(lambda one: one["left_estimate"][0], lambda one: one["left"]))
+    line("intervals of what is left that hold it", held("left_estimate", lambda one: one["left"]))
+    for rate in ("", *map(str, sorted(RATES))):
+        picked = [each for key, each in done.items() if f" {rate} " in key or not rate]
+        given, ticked, clean = (
+            statistics.fmean(each["accuracy"][key] for each in picked) for key in ("given", "ticked", "clean")
+        )
+        lines.append(
+            f"\nerrors {rate or 'of all rates'}: accuracy {given:.1f} with them, {ticked:.1f} after ticks, {clean:.1f} "
+            f"with clean labels: {(ticked - given) / (clean - given):.0%} of the gap"
+        )
     return lines
 
 
