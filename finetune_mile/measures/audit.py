@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import scipy.optimize
-import scipy.stats
+import scipy.special
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -28,7 +28,9 @@ FAR = 3.0  # quartile ranges above the upper quartile: an outlier
 SCALES = (-1.0, 5.0)  # logarithms, of what scores are multiplied by
 LIKELY = 1.92  # of the logarithm of the likelihood, for 95 %: half of the quantile of chi-square
 LARGEST_SHARE = 0.45  # of wrong labels that is considered
-MOST_CELLS = 400_000  # (photo, class) pairs that shares are estimated from
+MOST_CELLS = 1_000_000  # (photo, class) pairs that shares are estimated from
+SIMILAR = 0.5  # of the wrong labels: classes that are mixed up with the right one; the others are any class
+HIDDEN = 0.5  # of the share of errors, at most: labels that are wrong without a sign of it
 
 Floats = npt.NDArray[np.float64]
 Share = tuple[float, float, float]  # and its 95 % interval
@@ -76,7 +78,8 @@ def judge_labels(features: Tensor, labels: Tensor, num_classes: int, groups: Ten
     keep |= (torch.bincount(labels[keep], minlength=num_classes) < FEW)[labels]
     if bool(keep.all()):
         return judged
-    return judge(LeftOut(features, keep=keep, groups=groups).scores(targets, strength), targets)
+    again = LeftOut(features, keep=keep, groups=groups).scores(targets, strength)
+    return judge((best + again) / 2, targets)
 
 
 def held_out_loss(scores: Tensor, targets: Tensor, *, several: bool) -> float:
@@ -91,45 +94,89 @@ def held_out_loss(scores: Tensor, targets: Tensor, *, several: bool) -> float:
     return float(scipy.optimize.minimize_scalar(loss, bounds=SCALES, method="bounded", options={"xatol": 0.1}).fun)
 
 
-def disputed(judged: Judged, labels: Tensor) -> list[int]:
-    """Rows whose label (n,) is not the class with the best score, the most likely error first."""
-    rows = (judged.scores.argmax(1) != labels).nonzero().flatten()
+def suspects(judged: Judged) -> list[int]:
+    """Rows whose label is more likely wrong than that of an average photo, the most likely error first."""
+    rows = (judged.wrong > judged.wrong.mean()).nonzero().flatten()
     order: list[int] = rows[(-judged.wrong[rows]).argsort(stable=True)].tolist()
     return order
+
+
+def suggested(judged: Judged, labels: Tensor) -> Tensor:
+    """(n,) the best class beside the given one (n,)."""
+    return judged.scores.scatter(1, labels.unsqueeze(1), -torch.inf).argmax(1)
 
 
 # ------------------------------------------------------------------------------------ how many labels are wrong
 
 
 def judge_one(scores: Tensor, targets: Tensor) -> Judged:
-    """One label per photo: P(given = y) = (1 - e) softmax(scale * scores)[y] + e / C, with e and scale by likelihood.
+    """One label per photo: P(given = y) = (1 - e) ((1 - h) p[y] + h w[y]) + e w[y], p = softmax(scale * scores).
 
-    A wrong label is any class, so it is found where a good classifier would hardly ever be wrong. Without wrong labels
-    the softmax alone fits, at some scale, and e is 0.
+    w[y] says how likely y is as a wrong label: half of the wrong labels are any class, half are classes that are mixed
+    up with the right one. A class of m photos shows only some of what it may look like: the next one is like none of
+    them with h = 1 / m (Laplace's rule of succession). Such a photo looks wrong, and is right. Where the classifier
+    disputes a share d < 1/2 of the labels, classes are easier than that: h = 2 d / m.
+
+    The share e cannot tell wrong labels between similar classes from hard photos. So its interval begins where no such
+    errors are assumed, and ends where all errors are such.
     """
-    classes, labels = scores.shape[1], targets.argmax(1, keepdim=True)
-    values = scores.double()
+    classes, labels = scores.shape[1], targets.argmax(1)
+    disputed = float((scores.argmax(1) != labels).float().mean())
+    rare = (min(1.0, 2 * disputed) / torch.bincount(labels, minlength=classes).clamp(min=1))[labels].double()
+    drawn = torch.randperm(len(scores), generator=torch.Generator().manual_seed(0))
+    some = drawn[: max(MOST_CELLS // classes, 1)]
 
-    def right(scale: float) -> Floats:
-        likely: Floats = (values * scale).log_softmax(1).gather(1, labels).squeeze(1).exp().numpy()
-        return likely
+    def likely(rows: Tensor, scale: float, similar: float, mixed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """P(given) of rows if the label is right, and if it is wrong."""
+        own = labels[rows].unsqueeze(1)
+        chances = (scores[rows].double() * scale).softmax(1)
+        right = chances.gather(1, own).squeeze(1)
+        wrong = (1 - right) / (classes - 1)
+        if mixed is not None:
+            wrong = (1 - similar) * wrong + similar * (chances.scatter(1, own, 0.0) * mixed[labels[rows]]).sum(1)
+        hard = rare[rows]
+        return (1 - hard) * right + hard * wrong, wrong
 
-    def best_scale(share: float) -> tuple[float, float]:
-        def loss(log_scale: float) -> float:
-            return -float(np.log((1 - share) * right(math.exp(log_scale)) + share / classes + 1e-300).sum())
+    def fitted(similar: float, mixed: Tensor | None = None) -> tuple[float, tuple[float, float], float]:
+        """The share of wrong labels, its interval, and the scale."""
 
-        found = scipy.optimize.minimize_scalar(loss, bounds=SCALES, method="bounded", options={"xatol": 0.02})
-        return float(found.fun), math.exp(found.x)
+        def at(share: float) -> tuple[float, float]:
+            def loss(log_scale: float) -> float:
+                right, wrong = likely(some, math.exp(log_scale), similar, mixed)
+                return -float(((1 - share) * right + share * wrong + 1e-300).log().sum())
 
-    share, edges = likely_share(lambda share: best_scale(share)[0])
-    scale = best_scale(share)[1]
-    noise, factor = share / classes, (classes - 1) / classes  # of labels that are any class, some are right by chance
-    likely = right(scale)
-    wrong = noise * (1 - likely) / ((1 - share) * likely + noise + 1e-300)
+            found = scipy.optimize.minimize_scalar(loss, bounds=SCALES, method="bounded", options={"xatol": 0.02})
+            return float(found.fun), math.exp(found.x)
+
+        _, edges = likely_share(lambda share: at(share)[0])
+        shares = np.linspace(*edges, 15)  # their mean, because the likeliest one is 0 where there are few photos
+        losses = np.array([at(each)[0] for each in shares])
+        share = float(np.average(shares, weights=np.exp(losses.min() - losses)))
+        return share, edges, at(share)[1]
+
+    _, (low, _), scale = fitted(0.0)
+    mixed = mixed_up((scores * scale).softmax(1).double(), labels)
+    share, (_, high), scale = fitted(SIMILAR, mixed)
+    high = max(high, fitted(1.0, mixed)[1][1])
+    parts = [likely(rows, scale, SIMILAR, mixed) for rows in torch.arange(len(scores)).split(QUERIES)]
+    right, wrong = torch.cat([each[0] for each in parts]), torch.cat([each[1] for each in parts])
+    odds = share * wrong / ((1 - share) * right + 1e-300)
     return Judged(
-        scores=scores, logits=(scores * scale).log_softmax(1), wrong=torch.from_numpy(wrong).float(),
-        missing=torch.zeros_like(scores), shares={"wrong": (share * factor, edges[0] * factor, edges[1] * factor)},
+        scores=scores, logits=(scores * scale).log_softmax(1), wrong=(odds / (1 + odds)).float(),
+        missing=torch.zeros_like(scores), shares={"wrong": (share, min(low, share), high)},
     )  # fmt: skip
+
+
+def mixed_up(chances: Tensor, labels: Tensor) -> Tensor:
+    """(C, C) how often photos of the class in the column are taken for the one in the row, of those that are mistaken.
+
+    Args:
+        chances: (n, C) held-out probabilities.
+        labels: (n,).
+    """
+    sums = torch.zeros(chances.shape[1], chances.shape[1], dtype=chances.dtype).index_add_(0, labels, chances)
+    sums.fill_diagonal_(0.0)
+    return (sums / sums.sum(1, keepdim=True).clamp(min=1e-30)).T.contiguous()
 
 
 def judge_sets(scores: Tensor, targets: Tensor) -> Judged:
@@ -190,16 +237,39 @@ def interval(loss: Callable[[float], float], share: float, least: float) -> tupl
     return min(low, share), max(high, share)
 
 
-def errors_left(wrong: int, expected: float, rest: float) -> Share:
-    """How many errors are left: Poisson, at a rate that the judged labels tell.
+def errors_left(judged: Floats, wrong: npt.NDArray[np.bool_], others: Floats, counts: Floats) -> Share:
+    """How many errors are left among the other labels, and a 95 % interval, from what the judged ones were.
+
+    The probabilities may all be too high or too low, and too far apart or too close: P' = f + (1 - f) sigmoid(a + b
+    log-odds), with a of 0 +- 0.5 and b of 1 +- 0.25 before a label is judged. A part f of the labels may be wrong
+    without a sign of it: up to half of the share of all errors, and less is more likely.
 
     Args:
-        wrong: judged labels that were errors.
-        expected: how many of the judged ones were expected to be.
-        rest: how many of the others are.
+        judged: probabilities (m,) of the judged labels.
+        wrong: (m,) which of them were.
+        others: probabilities (k,) of labels that were not judged.
+        counts: (k,) how many labels have each.
     """
-    spread = scipy.stats.nbinom(wrong + 1, (expected + 1) / (expected + 1 + rest))  # prior: one error where one was
-    return float(spread.mean()), float(spread.ppf(0.025)), float(spread.ppf(0.975))
+    count = len(judged) + counts.sum()
+    most = HIDDEN * (judged.sum() + (others * counts).sum()) / max(count, 1)
+    axes = (np.linspace(-2, 2, 17), np.linspace(0, 2, 17), np.linspace(0, most, 6))
+    shift, slope, hidden = (axis.reshape(-1, 1) for axis in np.meshgrid(*axes))
+
+    def chances(before: Floats) -> Floats:
+        before = before.clip(1e-6, 1 - 1e-6)
+        found: Floats = hidden + (1 - hidden) * scipy.special.expit(shift + slope * scipy.special.logit(before))
+        return found
+
+    weight = (-(shift**2) / (2 * 0.5**2) - (slope - 1) ** 2 / (2 * 0.25**2) - 2 * hidden / max(most, 1e-9)).ravel()
+    said = chances(judged)
+    weight = weight + np.where(wrong, np.log(said), np.log1p(-said)).sum(1)
+    weight = np.exp(weight - weight.max())
+    rate = chances(others)
+    mean, spread = rate @ counts, np.sqrt((rate * (1 - rate)) @ counts)
+    draw = np.random.default_rng(0)
+    some = draw.choice(len(weight), 4000, p=weight / weight.sum())
+    left = draw.normal(mean[some], spread[some]).clip(0, counts.sum())
+    return float(np.median(left)), float(np.quantile(left, 0.025)), float(np.quantile(left, 0.975))
 
 
 # ------------------------------------------------------------------------------------ photos like no other

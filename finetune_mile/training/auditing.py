@@ -92,18 +92,19 @@ class Audit:
     def facts(self, photos: Photos, judged: Judged, rows: list[Finding], notes: list[str]) -> dict[str, Any]:
         """The content of audit.json."""
         data, known = photos.data, photos.known
-        wrong = judged.wrong if judged.wrong.ndim == 1 else judged.wrong.amax(1)
+        several = photos.given.ndim == 2
+        wrong = judged.wrong.amax(1) if several else judged.wrong
+        of_label = judged.wrong[photos.given[known] > 0] if several else wrong
         doubtful = torch.zeros(len(known), dtype=torch.bool)
         doubtful[known] = wrong > DOUBTFUL
         counts = Counter(row.kind for row in rows)
-        labels = int(known.sum()) if photos.given.ndim == 1 else int((photos.given[known] > 0).sum())
         facts = {
             "name": data.name, "request": self.request(data), "started_in": str(Path.cwd()),
             "classes": list(data.classes),
-            "several": photos.given.ndim == 2, "photos": len(known), "labelled": int(known.sum()), "labels": labels,
+            "several": several, "photos": len(known), "labelled": int(known.sum()), "labels": len(of_label),
             "unread": int((~photos.features.readable).sum()), "counts": {kind: counts[kind] for kind in KINDS},
             "shares": {name: list(values) for name, values in judged.shares.items()},
-            "expected": expected_errors(judged, rows),
+            "expected": expected_errors(of_label, rows),
             "doubtful": {
                 "train": int(doubtful[: len(data.train)].sum()), "val": int(doubtful[len(data.train) :].sum())
             },
@@ -161,15 +162,23 @@ def _share(right: Tensor) -> dict[str, float]:
     return {"accuracy": 100 * mean, "low": 100 * low, "high": 100 * high, "photos": len(right)}
 
 
-def expected_errors(judged: Judged, rows: Sequence[Finding]) -> dict[str, float]:
+def expected_errors(wrong: Tensor, rows: Sequence[Finding]) -> dict[str, Any]:
     """How many given labels are expected to be wrong: of all, of the list, and of the best cut of the list.
 
-    The cut is where the probability of an error falls below DOUBTFUL.
+    The cut is where the probability of an error falls below DOUBTFUL. `others`: rounded probabilities of the labels
+    that are not on the list, and how many have each.
+
+    Args:
+        wrong: probabilities (L,) of all given labels.
+        rows: the findings; those of kind wrong are the labels with the highest ones.
     """
     chances = [row.probability_wrong or 0.0 for row in rows if row.kind == "wrong"]
     cut = [chance for chance in chances if chance > DOUBTFUL]
+    others = wrong.double().sort().values[: len(wrong) - len(chances)].clamp(min=1e-6)
+    values, counts = (10 * others.log10()).round().unique(return_counts=True)
     return {
-        "all": float(judged.wrong.sum()), "listed": sum(chances), "cut": len(cut), "in_cut": sum(cut),
+        "all": float(wrong.sum()), "listed": sum(chances), "cut": len(cut), "in_cut": sum(cut),
+        "others": [[10 ** (value / 10), count] for value, count in zip(values.tolist(), counts.tolist(), strict=True)],
     }  # fmt: skip
 
 
@@ -180,6 +189,7 @@ def say_audit(facts: Mapping[str, Any]) -> list[str]:
     said = [
         f"{facts['labelled']:,} labelled photos: about {share * labels:,.0f} of {labels:,} labels are wrong "
         f"({100 * share:.1f} %, 95 % interval {100 * low:.1f} to {100 * high:.1f})."
+        + ("" if facts["several"] else " Errors between similar classes look like hard photos, so it is wide.")
     ]
     if expected["cut"]:
         said.append(

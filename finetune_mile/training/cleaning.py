@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow.parquet as pq
 
 from finetune_mile.core.files import check_empty, whole_file, write_json
@@ -168,14 +169,15 @@ def say_left(folder: Path, facts: dict[str, Any], ticks: Sequence[Tick]) -> dict
         (row["split"], row["id"], row["given"]): row["probability_wrong"] for row in table if row["kind"] == "wrong"
     }
     judged = [tick for tick in ticks if tick.kind == "wrong" and tick.verdict != "unsure"]
-    expected = sum(chance.get((tick.split, tick.id, ";".join(tick.given)), 0.0) for tick in judged)
-    wrong = sum(tick.is_error for tick in judged)
-    rest = max(facts["expected"]["all"] - expected, 0.0)
-    left, low, high = errors_left(wrong, expected, rest)
+    known = np.array([chance.pop((tick.split, tick.id, ";".join(tick.given)), 0.0) for tick in judged])
+    errors = np.array([tick.is_error for tick in judged], dtype=bool)
+    others = np.array([*([value, 1] for value in chance.values()), *facts["expected"]["others"]]).reshape(-1, 2)
+    left, low, high = errors_left(known, errors, others[:, 0], others[:, 1])
+    wrong, expected = int(errors.sum()), float(known.sum())
     sentence = (
         f"Of {len(judged):,} judged labels {wrong:,} were wrong; {expected:.0f} were expected. About {left:.0f} wrong "
         f"labels are left among the other {facts['labels'] - len(judged):,} (95 % interval {low:.0f} to {high:.0f}). "
-        "Where classes are similar there are more."
+        "With wrong labels between similar classes the number is nearer to the upper end."
     )
     return {
         "judged": len(judged), "wrong": wrong, "expected": expected, "left": left, "left_low": low, "left_high": high,

@@ -21,12 +21,14 @@ from finetune_mile.images.splits import label_names
 from finetune_mile.learning.evidence import judge
 from finetune_mile.learning.losses import given_matrix
 from finetune_mile.measures.advice import say_several, several_classes
-from finetune_mile.measures.audit import Judged, disputed, judge_labels, judge_sets, outliers
+from finetune_mile.measures.audit import Judged, judge_labels, judge_sets, outliers, suggested, suspects
 
 KINDS = ("wrong", "missing", "duplicate", "outlier")
 FEWEST = 20  # labelled photos
+FEWEST_OF_CLASS = 5  # photos, on average, that tell whether photos hold several classes
 DOUBTFUL = 0.5  # probability that a label is wrong, from which it is called doubtful
 MOST_UNSURE = 100  # photos with a second class that are listed where it cannot be told whether there are any
+TOO_FEW = "Cannot tell whether photos hold more than one of the classes: there are fewer than 5 photos a class."
 SEVERAL = "Many photos seem to hold more than one of the classes: the list of missing labels has them."
 
 
@@ -128,11 +130,11 @@ def ranked(rows: Sequence[Finding]) -> Iterator[tuple[int, Finding]]:
 
 
 def _wrong(photos: Photos, rows: Tensor, judged: Judged) -> Iterator[Finding]:
-    """Photos to which a classifier of the others would give another label, the most likely error first."""
+    """Photos whose label is more likely wrong than on average, the most likely error first."""
     classes, chances = photos.data.classes, judged.logits.softmax(1)
     labels = photos.given[rows]
-    guess = judged.scores.argmax(1)
-    for i in disputed(judged, labels):
+    guess = suggested(judged, labels)
+    for i in suspects(judged):
         yield Finding(
             photo=int(rows[i]), given=(classes[labels[i]],), suggested=(classes[guess[i]],),
             probability_given=float(chances[i, labels[i]]), probability_suggested=float(chances[i, guess[i]]),
@@ -181,6 +183,8 @@ def _second_classes(
     verdict = judge(logits, labels, targets.sum(0), generation=0, bars=bars, was_open=False)
     answer = several_classes([asdict(verdict)], bars[1])
     sentence = SEVERAL if answer == "yes" else say_several([asdict(verdict)], bars[1])
+    if len(labels) < FEWEST_OF_CLASS * len(classes):
+        answer, sentence = "cannot tell", TOO_FEW
     above = logits - torch.tensor(verdict.thresholds)
     above = above.float().nan_to_num(posinf=0.0, neginf=0.0).scatter(1, labels.unsqueeze(1), -1.0)
     places = (above > 0).nonzero() if answer != "no" else torch.zeros(0, 2, dtype=torch.long)

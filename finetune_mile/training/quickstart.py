@@ -35,7 +35,7 @@ from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import labelled_pools, one_label_each
 from finetune_mile.learning.probe import NEIGHBOURS
 from finetune_mile.measures.advice import against, interval, recommended, say_methods, say_several
-from finetune_mile.measures.audit import disputed, judge_labels
+from finetune_mile.measures.audit import judge_labels, suggested, suspects
 from finetune_mile.measures.probing import floor, measure_of, probe, scored
 from finetune_mile.networks.heads import get_head, set_head
 from finetune_mile.pages.report import data_url, png_of, write_page
@@ -241,7 +241,7 @@ class Quickstart:
         read = labelled[readable.numpy()]
         given = data.train.given[torch.from_numpy(read)]
         judged = judge_labels(rows[readable], given, len(data.classes))
-        chances, guess, order = judged.logits.softmax(1), judged.scores.argmax(1), disputed(judged, given)
+        chances, guess, order = judged.logits.softmax(1), suggested(judged, given), suspects(judged)
         listed = [
             {"id": data.train.ids[read[row]], "given": data.classes[given[row]], "instead": data.classes[guess[row]],
              "p_given": float(chances[row, given[row]]), "p_instead": float(chances[row, guess[row]]),

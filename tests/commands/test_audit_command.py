@@ -8,15 +8,19 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 from shortcuts import COLOURS, refused, tinted, tinted_photos
 
 from finetune_mile.api import Run
 from finetune_mile.cli import main
+from finetune_mile.compute.passes import Outputs
+from finetune_mile.images.sets import Data, ImageSet
 from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import label_names
 from finetune_mile.training.auditing import quoted, unquoted
 from finetune_mile.training.cleaning import TICKED, apply_ticks
+from finetune_mile.training.findings import Photos, find_all
 
 LITTLE = ["--init", "simclr-demo", "--size", "24", "--workers", "0"]
 HOSTILE = "<img src=x onerror=alert(1)>.png"
@@ -25,12 +29,15 @@ COLUMNS = ["path", "given", "suggested", "probability_given", "probability_sugge
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """Tinted noise: 20 training and 10 validation photos a class; a blue photo is called red, also in validation."""
+    """Tinted noise: 20 training and 10 validation photos a class. Nine have wrong labels, three in validation."""
     root = tmp_path_factory.mktemp("photos")
-    draw = tinted_photos(root, noise=15)
-    tinted(draw, COLOURS["blue"], 15).save(root / "train/red/7.png")
-    tinted(draw, COLOURS["green"], 15).save(root / "val/red/3.png")
-    tinted(draw, COLOURS["green"], 15).save(root / "train/green" / HOSTILE)
+    draw = tinted_photos(root, noise=8)
+    tinted(draw, COLOURS["blue"], 8).save(root / "train/red/7.png")
+    tinted(draw, COLOURS["blue"], 8).save(root / "val/red/8.png")
+    tinted(draw, COLOURS["red"], 8).save(root / "val/green/8.png")
+    for name in ("val/red/3", "train/red/11", "train/red/12", "train/red/13", "train/red/14", "train/red/15"):
+        tinted(draw, COLOURS["green"], 8).save(root / f"{name}.png")
+    tinted(draw, COLOURS["green"], 8).save(root / "train/green" / HOSTILE)
     shutil.copy(root / "train/green/2.png", root / "train/blue/=2+3.png")
     Image.new("RGB", (32, 32), (255, 255, 0)).save(root / "train/green/yellow.png")
     return root
@@ -61,7 +68,7 @@ def test_the_lists_name_what_is_wrong(photos, audited):
     assert list(lines[0])[:6] == COLUMNS == list(rows[0])[:6]
     assert len(lines) == len(rows)
     wrong = [row for row in rows if row["kind"] == "wrong"]
-    assert {row["id"] for row in wrong[:4]} >= {"red/7.png", "red/3.png"}
+    assert {row["id"] for row in wrong[:9]} >= {"red/7.png", "red/3.png", "red/8.png", "red/11.png"}
     first = next(row for row in wrong if row["id"] == "red/7.png")
     assert (first["given"], first["suggested"], first["split"]) == ("red", "blue", "train")
     assert Path(first["path"]) == photos / "train/red/7.png"
@@ -83,7 +90,7 @@ def test_validation_labels_count_and_accuracy_is_given_twice(audited):
     assert every["accuracy"] < without["accuracy"]
     assert every["low"] < every["accuracy"] < every["high"]
     low, high = facts["shares"]["wrong"][1:]
-    assert low <= 3 / 93 <= high
+    assert low <= 9 / 93 <= high
     assert any("Doubtful labels" in sentence for sentence in facts["sentences"])
 
 
@@ -97,6 +104,18 @@ def test_the_same_command_again_says_so_and_another_one_is_refused(photos, audit
     (tmp_path / "notes.txt").write_text("mine")
     assert main(["audit", str(photos), *LITTLE, "--out", str(tmp_path)]) == 2
     assert (audited / "audit.html").stat().st_mtime_ns == before
+
+
+def test_noise_with_few_photos_a_class_says_nothing_about_several_classes():
+    draw = torch.Generator().manual_seed(0)
+    given = torch.randint(64, (56,), generator=draw)
+    ids = [str(i) for i in range(28)]
+    sides = [ImageSet(ids=ids, given=part, truth=None, content=lambda i: b"") for part in given.split(28)]
+    data = Data(name="noise", classes=tuple(f"class {i}" for i in range(64)), train=sides[0], val=sides[1])
+    features = Outputs(torch.randn(56, 30, generator=draw), torch.ones(56, dtype=torch.bool))
+    _, rows, notes = find_all(Photos(data=data, features=features, copies=[]), (1.0, 0.5))
+    assert notes[0].startswith("Cannot tell")
+    assert sum(row.kind == "missing" for row in rows) <= 100
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+a", "-a", "@a", "'a", "\ta", "plain", "a=b", ""])

@@ -142,6 +142,7 @@ def test_the_notebook_runs_from_start_to_end(tmp_path, monkeypatch):
     assert results["accuracy"] >= results["probe_accuracy"]
     assert results["accuracy"] > 80
     assert int(names["matrix"].sum()) == results["images"]
-    assert len(names["plt"].get_fignums()) == 2 + bool(names["worst"]), "batch, confusion, worst photos"
+    assert len(names["plt"].get_fignums()) == 2 + bool(names["worst"]) + bool(names["doubtful"])
+    assert (names["Path"](names["audit"]["folder"]) / "audit.html").is_file()
     names["plt"].close("all")
     assert names["again"].predict(names["some"][0])[0][0] == names["model"].predict(names["some"][0])[0][0]

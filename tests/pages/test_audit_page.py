@@ -94,7 +94,9 @@ def test_the_page_has_no_errors_asks_nothing_outside_and_markup_stays_text(opene
     text = opened.run("return document.body.innerText")
     assert EVIL in text
     assert "undefined" not in text
-    assert cards(opened)[1].find_elements("css selector", ".name")[0].text == Photos().paths[1]
+    name, path = cards(opened)[1].find_elements("css selector", ".name")[0], Photos().paths[1]
+    assert name.get_attribute("title") == path
+    assert name.text == "…/" + "/".join(path.split("/")[-2:])
     assert "</script><script>alert(1)</script>" in text
     assert opened.run("return document.querySelectorAll('img[onerror], main script').length") == 0
     pictures = "return [...document.querySelectorAll('.card img')].slice(0, 4).every((i) => i.naturalWidth > 0)"

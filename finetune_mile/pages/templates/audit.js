@@ -5,7 +5,7 @@ const PAGE = 24, MOST_HEAT = 30, NAMES = FACTS.classes, KINDS = FACTS.kinds;
 const VERDICTS = { right: "✓ right", wrong: "✗ wrong", unsure: "? unsure", relabel: "↦ " };
 const COLUMNS = ["audit", "kind", "split", "id", "path", "other", "given", "suggested", "verdict", "labels"];
 const ABOUT = {
-  wrong: "Photos to which a model of other photos would give another label, most likely errors first.",
+  wrong: "Photos whose label is more likely wrong than on average, by a model of other photos. The most likely errors come first.",
   missing: "Photos that seem to have a class which is not given, most likely first.",
   duplicate: "The photo on the left is, or looks like, the one on the right. Those with different labels come first.",
   outlier: "Photos that are far from all others, the farthest first. Not every one is a mistake.",
@@ -138,7 +138,7 @@ function card(row) {
   line("given", names(row[2]).join(", ") || "no label", row[4]);
   if (row[3].length) line({ duplicate: "other", missing: "also" }[KINDS[row[0]]] || "rather", names(row[3]).join(", "), row[5]);
   if (row[6] !== null) line("error", "", row[6]);
-  one.append(list, make("div", path(row), { className: "name", title: path(row) }));
+  one.append(list, make("div", brief(path(row)), { className: "name", title: path(row) }));
   const keys = make("div", undefined, { className: "keys" });
   for (const verdict of ["right", "wrong", "unsure"]) {
     const button = make("button", verdict[0].toUpperCase() + verdict.slice(1), { type: "button" });
@@ -155,6 +155,11 @@ function card(row) {
   one.append(keys);
   one.onclick = () => focus(row);
   return one;
+}
+
+function brief(text) {  // the class folder and the file of a long path
+  const parts = text.split("/");
+  return text.length > 40 && parts.length > 3 ? `…/${parts.slice(-2).join("/")}` : text;
 }
 
 function focus(row) { at = shown.indexOf(row); mark(); }
@@ -336,7 +341,7 @@ function start() {
   const classes = NAMES.map((name, i) => [i, name]);
   options("given", [["", "given: all"], ...classes]);
   options("suggested", [["", "suggested: all"], ...classes]);
-  options("split", [["", "training and validation"], ...FACTS.splits.map((name, i) => [i, { train: "training", val: "validation" }[name] || name])]);
+  options("split", [["", "train and val"], ...FACTS.splits.map((name, i) => [i, { train: "training", val: "validation" }[name] || name])]);
   options("verdict", [["", "ticked or not"], ["open", "not ticked"], ["ticked", "ticked"], ...Object.keys(VERDICTS).map((name) => [name, name])]);
   options("order", [["likely", "most likely first"], ["unlikely", "least likely first"], ["given", "by given class"], ["suggested", "by suggestion"], ["name", "by file name"]]);
   $("names").replaceChildren(...NAMES.map((name) => make("option", undefined, { value: name })));
