@@ -1,6 +1,7 @@
 """Long work in one process: memory, open files, threads and time must stay flat, and what is written bounded.
 
-A short form here. `python tests/faults/test_soak.py` makes 50,000 steps and 2,000 calls of predict, and prints a table.
+A short form here. `python tests/faults/test_soak.py` makes 50,000 steps on kept features, 5,000 on images and 2,000
+calls of predict, and prints a table.
 """
 
 import argparse
@@ -81,7 +82,7 @@ def size_of(folder):
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def train_long(folder, steps):
+def train_long(folder, steps, trunk):
     """A run of so many tiny steps; its watch. A tenth is a hundred logged steps."""
     from finetune_mile.cli import main
     from finetune_mile.training.folder import RunFolder
@@ -95,7 +96,7 @@ def train_long(folder, steps):
             watch.at(record["step"])
 
     words = {
-        "data": "demo:60", "init": "none", "arch": "resnet-demo", "method": "mile", "batch-size": 4, "steps": steps,
+        "data": "demo:60", "init": "simclr-demo", "trunk": trunk, "method": "mile", "batch-size": 4, "steps": steps,
         "k-t": "20 %", "k-s": "5 %", "out": folder,
     }  # fmt: skip
     sets = {
@@ -128,7 +129,8 @@ def predict_often(run, photos, calls):
 
 def soak(folder, steps, calls):
     tinted_photos(folder / "photos", 40, train=1, val=1)
-    yield "steps", train_long(folder / "run", steps)
+    yield "steps on images", train_long(folder / "images", max(steps // 10, 100), "all")
+    yield "steps on features", train_long(folder / "run", steps, "frozen")
     yield "calls", predict_often(folder / "run", folder / "photos/val", calls)
 
 
