@@ -10,12 +10,15 @@ missing until each command has N kills at events, and fewer of the other kinds. 
 """
 
 import argparse
+import contextlib
 import errno
 import json
+import os
 import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -135,7 +138,9 @@ COMMANDS = {
 HELPERS = {
     "timm": Command(run_of("--method", "softmax", "--out", "r", init=["--init", "none", "--arch", "resnet18"]), ())
 }
-KINDS = ("killed at an event", "killed at a random time", *SIGNALS, *FAULTS)
+DISK, PAGE = "a small disk", 4096
+KINDS = ("killed at an event", "killed at a random time", *SIGNALS, *FAULTS, DISK)
+MOUNTS = hasattr(os, "geteuid") and os.geteuid() == 0
 RECORD = Path(__file__).with_suffix(".jsonl")
 VARIES = ("seconds", "seconds_features", "seconds_probes", "store", "speed", "images_per_second")  # in JSON
 
@@ -160,6 +165,7 @@ class Place:
         self.renew()
         self.whole = self.run()
         assert self.whole.code in (0, 1 if name == "check --list" else 0), self.whole.err
+        self.grows = max(size_of(self.used) - size_of(self.fresh), 1)
         self.expected = self.content()
         assert self.expected, f"{name}: nothing to compare"
 
@@ -193,17 +199,39 @@ class Place:
 
     def attack(self, **fault):
         """One try; what went wrong, in words."""
+        if "room" in fault:
+            with self.small_disk(fault["room"]) as enlarge:
+                broken = self.run()
+                return broken, self.wrong(broken, fault, before=enlarge)
         self.renew()
         how = fault
         if "share" in fault:
             how = {"after": fault["share"] * self.whole.seconds, "send": fault.get("send", KILL)}
         broken = self.run(**how)
+        return broken, self.wrong(broken, fault)
+
+    @contextlib.contextmanager
+    def small_disk(self, room):
+        """Instead of the used folder a disk of its own, with room for a share of what the command writes."""
+        shutil.rmtree(self.used, ignore_errors=True)
+        self.used.mkdir()
+        pages = size_of(self.fresh) + int(room * self.grows)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={pages * PAGE}", "tmpfs", self.used], check=True)
+        try:
+            shutil.copytree(self.fresh, self.used, symlinks=True, dirs_exist_ok=True)
+            yield lambda: subprocess.run(["mount", "-o", f"remount,size={2**28}", self.used], check=True)
+        finally:
+            subprocess.run(["umount", self.used], check=True)
+
+    def wrong(self, broken, fault, before=lambda: None):
+        """What is wrong about a command that was broken, and about the same command again; `before` that."""
         wrong = [] if broken.calm else [f"ended with {broken.code}: {broken.err[-2000:]}"]
         if "send" in fault and broken.code not in (self.whole.code, -fault["send"], 128 + fault["send"]):
             wrong.append(f"exit code {broken.code}: {broken.err[-300:]}")
-        if fault.get("do") in FAULTS.values() and broken.code:
-            wrong += self.judge(broken, fault["do"])
+        if broken.code and ("room" in fault or fault.get("do") in FAULTS.values()):
+            wrong += self.judge(broken, fault.get("do", errno.ENOSPC))
         complete = self.content() == self.expected and not self.leftovers()  # killed after its last step
+        before()
         again = self.run()
         if not again.calm or (again.code != self.whole.code and not complete):
             wrong.append(f"again: {again.code}: {again.err[-2000:]}")
@@ -212,14 +240,15 @@ class Place:
             wrong.append(f"other bytes: {sorted(n for n in names if found.get(n) != self.expected.get(n))}")
         elif left := self.leftovers():
             wrong.append(f"left: {left}")
-        return broken, wrong
+        return wrong
 
     def judge(self, broken, fault):
         """What is wrong about the way in which a command ended whose disk failed."""
         wrong = [] if broken.code == 1 else [f"exit code {broken.code}"]
         said = [line for line in broken.err.splitlines() if line.startswith("error: ")]
         tops = {path.name for path in self.used.iterdir()} | {str(self.used), *self.command.words}
-        if len(said) != 1 or not any(top in said[0] for top in tops):
+        names = "|".join(re.escape(top) for top in tops if not top.startswith("-"))
+        if len(said) != 1 or not re.search(rf"(?<![\w.])({names})(?=[/:. ])", said[0]):
             wrong.append(f"not one sentence with a path: {broken.err[-600:]}")
         elif fault == errno.ENOSPC and "the disk is full" not in said[0]:
             wrong.append(f"does not say that the disk is full: {said[0]}")
@@ -227,6 +256,11 @@ class Place:
         if info is not None and info.is_file() and json.loads(info.read_text())["status"] == "running":
             wrong.append("run.json says that it is running")
         return wrong
+
+
+def size_of(folder):
+    """Pages that the files of a folder take on a tmpfs, and their folders."""
+    return sum(1 - (-path.stat().st_size // PAGE) if path.is_file() else 1 for path in folder.rglob("*"))
 
 
 def _comparable(path):
@@ -265,6 +299,7 @@ def tries(whole, count, draw, known=()):
             for name, number in SIGNALS.items()
         },
         **{name: new(name, few, lambda n, code=code: {"at": n, "do": code}, events) for name, code in FAULTS.items()},
+        DISK: new(DISK, few, lambda room: {"room": room}, shares[:950]) if MOUNTS else [],
     }
 
 
