@@ -133,7 +133,7 @@ def _serve():
     )
     others = (
         "timm pyarrow.parquet matplotlib.font_manager safetensors.torch filelock rich.progress torch.export datasets "
-        "sklearn.linear_model torch.utils.tensorboard onnxscript onnxruntime"
+        "sklearn.linear_model"
     )
     for name in [*(f"finetune_mile.{name}" for name in ours.split()), *others.split()]:
         importlib.import_module(name)
