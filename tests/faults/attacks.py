@@ -248,7 +248,7 @@ class Place:
         said = [line for line in broken.err.splitlines() if line.startswith("error: ")]
         tops = {path.name for path in self.used.iterdir()} | {str(self.used), *self.command.words}
         names = "|".join(re.escape(top) for top in tops if not top.startswith("-"))
-        if len(said) != 1 or not re.search(rf"(?<![\w.])({names})(?=[/:. ])", said[0]):
+        if len(said) != 1 or not re.search(rf"(?<!\w)({names})(?=[/:. ])", said[0]):
             wrong.append(f"not one sentence with a path: {broken.err[-600:]}")
         elif fault == errno.ENOSPC and "the disk is full" not in said[0]:
             wrong.append(f"does not say that the disk is full: {said[0]}")
@@ -349,6 +349,37 @@ def checksums():
         print(f"{width:,} features in float16: {seconds:.1f} seconds of the processor for a GB")
 
 
+PLACES = ["afile", "afile/x", "link", "link/x", "y" * 300, "/proc/x", "/proc/x/y", ""]
+PLACED = ("weights convert", "weights add", "pack", "eval --out", "predict --annotate", "check --list", "audit --out",
+          "embed OUT --views 1", "export --to torch", "pretrain, simclr")  # fmt: skip
+
+
+def places(lab, base, names):
+    """Give commands outputs, caches and folders for cards that cannot be; the tries, and what was not one sentence."""
+    count, wrong = 0, []
+    for name in names:
+        place = Place(lab, base, name)
+        outputs = ("x", "r", "out", "x.csv")
+        at = max((i for i, word in enumerate(place.command.words) if word in outputs), default=None)
+        for bad in PLACES:
+            place.renew()
+            (place.used / "afile").write_text("mine")
+            (place.used / "link").symlink_to("nowhere/at/all")
+            elsewhere = {"FINETUNE_MILE_CACHE": "cache", "FINETUNE_MILE_CONFIG": "config"}
+            env = {key: place.used / value for key, value in elsewhere.items()}
+            if name == "weights add":
+                env["FINETUNE_MILE_CONFIG"] = place.used / (bad or "afile")
+            words = [bad if i == at else word for i, word in enumerate(place.command.words)]
+            ended = lab.run(words, cwd=place.used, values=place.command.values, **env)
+            said = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+            count += 1
+            if not ended.calm or ended.code not in (1, 2) or len(said) != 1:
+                wrong.append(f"{name}, {bad[:20]!r}: {ended.code}: {ended.err[-600:]}")
+            if (place.used / "afile").read_text() != "mine":
+                wrong.append(f"{name}, {bad[:20]!r}: a file was overwritten")
+    return count, wrong
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=20)
@@ -357,6 +388,7 @@ def main():
     parser.add_argument("--record", type=Path, default=RECORD)
     parser.add_argument("--again", action="store_true", help="repeat the tries that were not held, and no others")
     parser.add_argument("--table", action="store_true", help="print the record, and stop")
+    parser.add_argument("--places", action="store_true", help="outputs that cannot be written, and stop")
     parser.add_argument("--checksums", action="store_true", help="measure the checksums of features, and stop")
     options = parser.parse_args()
     if options.checksums:
@@ -367,6 +399,10 @@ def main():
     kinds = [kind for kind in KINDS if kind in wanted] or list(KINDS)
     failed = 0
     with tempfile.TemporaryDirectory() as base, Lab(base) as lab:
+        if options.places:
+            count, wrong = places(lab, base, names if wanted else PLACED)
+            print(*wrong, f"{count} tries, {len(wrong)} not one sentence", sep="\n")
+            return int(bool(wrong))
         for name in [] if options.table else names:
             known = [line for line in newest(lines) if line["command"] == name]
             if options.again and not any(line["wrong"] for line in known):
