@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: an end without a traceback
 
 if __name__ == "__main__" and not __package__:
     # As a script inside the package Python puts finetune_mile/ first on the path; the repository's root is meant.
@@ -43,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         return run(*prepare(options))
     except (Problem, OSError) as error:
         return told(error)
+    except KeyboardInterrupt:
+        return 130
 
 
 def run_seeds(options: RunOptions, seeds: int) -> int:

@@ -33,10 +33,10 @@ def tinted(draw, tint, noise):
     return Image.fromarray(np.clip(draw.normal(tint, noise, (32, 32, 3)), 0, 255).astype(np.uint8))
 
 
-def tinted_photos(root, noise):
-    """train/ with 20 and val/ with 10 photos of each of COLOURS; returns what draws more of them."""
+def tinted_photos(root, noise, train=20, val=10):
+    """train/ and val/ with so many photos of each of COLOURS; returns what draws more of them."""
     draw = np.random.default_rng(0)
-    for part, count in (("train", 20), ("val", 10)):
+    for part, count in (("train", train), ("val", val)):
         for name, tint in COLOURS.items():
             (root / part / name).mkdir(parents=True)
             for number in range(count):

@@ -37,11 +37,11 @@ ROADS = {
 }
 # `python -m tests.size`, without paper/; only to be lowered, or raised by what a commit lists. The aim: 14,300.
 STATEMENTS = {
-    "(top)": 369,
+    "(top)": 373,
     "checkpoints": 3862,
     "compute": 312,
     "config": 778,
-    "core": 812,
+    "core": 827,
     "images": 2646,
     "learning": 862,
     "measures": 1179,

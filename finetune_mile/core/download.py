@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from finetune_mile.core.files import write_json
+from finetune_mile.core.files import MOST_RUN_BYTES, read_regular, write_json, writing
 from finetune_mile.core.problems import Problem
 from finetune_mile.core.types import Section
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from urllib.request import OpenerDirector
 
 CHUNK = 1 << 20
-_TRIES = 2  # in a row without a single new byte, for each mirror
+MOST_BYTES = 2**37  # of a file whose size is not published
+_TRIES = 2  # in a row without a single new byte, for each mirror; and how often it starts anew
 _PAUSE = 0.5  # seconds before the next try, doubled each time
 _TIMEOUT = 30.0
 PAGE = "a web page, not a file; the address may need a login"
@@ -58,7 +59,10 @@ class RemoteFile(Section):
 
 def is_https(url: str) -> bool:
     """Whether a file may be fetched from there; plain http on this very machine is for tests."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # such as http://[::1
+        return False
     return parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost", "::1"))
 
 
@@ -109,7 +113,7 @@ def _fetch_file(remote: RemoteFile, folder: Path, missing: list[RemoteFile]) -> 
             part.unlink(missing_ok=True)
             part.with_name(f"{part.name}.tag").unlink(missing_ok=True)
             reasons.append(f"{url}: {error}")
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: an address or a note that cannot be read
             where = f"{url}: " if len(remote.urls) > 1 else ""
             reasons.append(f"{where}{getattr(error, 'reason', None) or error}")
     urls = " and ".join(other.urls[0] for other in missing)
@@ -125,7 +129,7 @@ def transfer(url: str, part: Path, remote: RemoteFile) -> None:
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
 
-    failures = 0
+    failures = anew = 0
     while failures <= _TRIES:
         before = part.stat().st_size if part.exists() else 0
         try:
@@ -134,7 +138,10 @@ def transfer(url: str, part: Path, remote: RemoteFile) -> None:
         except HTTPError as error:
             if error.code != 416 or not before:
                 raise
+            if anew == _TRIES:
+                raise WrongBytes("the server has fewer bytes than it says") from error
             part.unlink()  # longer than what the server has: start anew
+            anew += 1
         except (OSError, HTTPException) as error:
             offline = isinstance(getattr(error, "reason", None), socket.gaierror) and not before
             if (failures == _TRIES or offline) and not isinstance(error, OSError):
@@ -158,29 +165,35 @@ def _connect(url: str, part: Path, remote: RemoteFile) -> bool:
     if start:
         request.add_header("Range", f"bytes={start}-")
         if tag.exists():
-            request.add_header("If-Range", tag.read_text(encoding="ascii"))
+            request.add_header(
+                "If-Range", tag.read_text(encoding="ascii", errors="replace").strip().replace("\ufffd", "?")
+            )
     with _opener().open(request, timeout=_TIMEOUT) as answer:
         if str(answer.headers.get("Content-Type", "")).lower().startswith(("text/html", "application/xhtml")):
             raise WrongBytes(PAGE)
         partial = answer.status == 206 and str(answer.headers.get("Content-Range", "")).startswith(f"bytes {start}-")
         start = start if partial else 0
-        length = answer.headers.get("Content-Length")
+        length, most = answer.headers.get("Content-Length"), remote.bytes or MOST_BYTES
+        if length is not None and not (length.isascii() and length.isdigit() and len(length) < 20):
+            raise WrongBytes("the server gives no number as Content-Length")
         total = start + int(length) if length is not None else None
-        if remote.bytes is not None and total is not None and total != remote.bytes:
-            raise WrongBytes(f"the server has {total} bytes, expected {remote.bytes}")
+        if total is not None and (total > most or total != (remote.bytes or total)):
+            raise WrongBytes(f"the server has {total} bytes, expected {remote.bytes or f'at most {most}'}")
         etag = answer.headers.get("ETag") or ""
         tag.unlink(missing_ok=True)
         if etag.isascii() and etag and not etag.startswith("W/"):  # the next attempt asks whether the file is the same
-            tag.write_text(etag, encoding="ascii")
-        with (
-            part.open("ab" if partial else "wb") as file,
-            progress(remote.name, total, start=start, in_bytes=True) as advance,
-        ):
+            with writing(part):
+                tag.write_text(etag, encoding="ascii")
+        with writing(part):
+            file = part.open("ab" if partial else "wb")
+        with file, progress(remote.name, total, start=start, in_bytes=True) as advance:
             while block := answer.read(CHUNK):
-                file.write(block)
+                with writing(part, remote.bytes):
+                    file.write(block)
+                    file.flush()
                 advance(len(block))
-                if remote.bytes is not None and file.tell() > remote.bytes:
-                    raise WrongBytes(f"more than the expected {remote.bytes} bytes came")
+                if file.tell() > most:
+                    raise WrongBytes(f"more than {'the expected ' if remote.bytes else ''}{most} bytes came")
     done = total is None or part.stat().st_size == total
     if done:
         tag.unlink(missing_ok=True)
@@ -223,8 +236,11 @@ def _record_of(target: Path) -> Path:
 
 def _recorded(target: Path) -> dict[str, Any]:
     """Hash, size and time of a file when it was accepted; empty where it never was."""
-    record = _record_of(target)
-    return dict(json.loads(record.read_text(encoding="utf-8"))) if record.is_file() else {}
+    try:
+        seen = json.loads(read_regular(_record_of(target), MOST_RUN_BYTES))
+    except (OSError, ValueError, RecursionError):  # none, or damaged: the file is checked again
+        return {}
+    return seen if isinstance(seen, dict) and isinstance(seen.get("sha256"), str) else {}
 
 
 def _accept(path: Path, remote: RemoteFile, target: Path) -> None:

@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
             fate = "is replaced" if options.again else "does not count; --again replaces it"
             sys.stderr.write(f"warning: {state.job.folder} was run with other settings ({state.why}): it {fate}\n")
     missing = [s for s in chosen if s.status != "done" and (options.again or s.status != "stale")]
-    commands = [command_for(s, runs, options.launch, requeued=options.commands == "slurm") for s in missing]
+    commands = [command_for(s, runs, options.launch, requeued=options.commands in (None, "slurm")) for s in missing]
     if options.commands:
         lines = [shell_line(command.verb, command.arguments, launch) for command in commands]
         if commands and options.commands == "slurm":

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -210,7 +210,7 @@ def stored(wanted: FeatureSet, train: Indices) -> Store | None:
         note = store.note()
         known = note["depends_on"]
         about = known | {"images": note.get("images")}
-        if about | alike != about:
+        if about | alike != about or known.get("dtype") not in get_args(Dtype):
             continue
         facts = facts or wanted.depends_on()
         if facts | {"dtype": known["dtype"]} != known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -26,7 +27,7 @@ from finetune_mile.checkpoints.cards import Card, find_card, folder_of, is_cache
 from finetune_mile.checkpoints.cards import fetch_card as fetch
 from finetune_mile.core import download
 from finetune_mile.core.download import RemoteFile
-from finetune_mile.core.problems import Problem
+from finetune_mile.core.problems import Problem, tell
 
 DATA = bytes(range(256)) * 2000  # half a megabyte
 SHA256 = hashlib.sha256(DATA).hexdigest()
@@ -43,6 +44,9 @@ class Site:
     etag: str | None = '"one"'
     content_type: str = "application/octet-stream"
     redirect: str | None = None
+    length: str | None = None  # instead of the true Content-Length
+    unending: bool = False  # it does not say how long the file is
+    missing: str | None = None  # what the server says of a file that it has not
     asked: list[str | None] = field(default_factory=list)  # the Range header of each request
 
 
@@ -61,7 +65,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
                 return
             data = here.files.get(self.path)
             if data is None:
-                self.send_error(404)
+                self.send_response(404, here.missing)
+                self.end_headers()
                 return
             start = 0
             asked, held = self.headers.get("Range"), self.headers.get("If-Range")
@@ -76,7 +81,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
             if here.etag:
                 self.send_header("ETag", here.etag)
             self.send_header("Content-Type", here.content_type)
-            self.send_header("Content-Length", str(len(data) - start))
+            if not here.unending:
+                self.send_header("Content-Length", here.length or str(len(data) - start))
             self.end_headers()
             end = len(data) if here.cut_after is None else start + here.cut_after
             self.wfile.write(data[start:end])
@@ -235,6 +241,72 @@ def test_a_redirect_does_not_leave_https(site: Site, where: str) -> None:
     with pytest.raises(Problem, match=r"could not be fetched"):
         fetch(card(site))
     assert len(site.asked) <= 6
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"length": "abc"},
+        {"length": "9" * 5000}, {"length": "-5"}, {"length": str(len(DATA) + 1000)},
+        {"redirect": "http://[::1"}, {"redirect": "//[x"},
+        {"files": {}, "missing": "gone \x1b[31m away"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_f15_a_server_that_lies_is_one_sentence(
+    site: Site, lie: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in lie.items():
+        setattr(site, name, value)
+    with refused("a.pth could not be fetched", "put it at") as caught:
+        fetch(card(site))
+    tell(caught.value)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.isprintable()
+    assert len(line) <= 500
+
+
+@pytest.mark.parametrize("record", [b"", b"[5]", b"5", b"\xff", b"[" * 100_000, b'{"sha256": 5}'])
+def test_f15_a_damaged_note_of_a_download_is_made_again(site: Site, record: bytes) -> None:
+    path = fetch(card(site))
+    note = path.with_name("a.pth.seen.json")
+    good = note.read_bytes()
+    note.write_bytes(record)
+    assert fetch(card(site)) == path
+    assert json.loads(note.read_bytes())["sha256"] == json.loads(good)["sha256"]
+
+
+def test_f15_a_damaged_tag_of_a_part_starts_anew(site: Site) -> None:
+    folder = folder_of(card(site))
+    folder.mkdir(parents=True)
+    (folder / "a.pth.part").write_bytes(DATA[:1000])
+    (folder / "a.pth.part.tag").write_bytes(b"\xff\r\n")
+    assert fetch(card(site)).read_bytes() == DATA
+
+
+def test_f15_a_server_that_never_ends_is_stopped(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "MOST_BYTES", 10_000)
+    with refused("at most 10000", "could not be fetched"):
+        fetch(card(site))
+    assert not list(folder_of(card(site)).glob("*.part"))
+    site.length = None
+    monkeypatch.setattr(site, "unending", True)
+    with refused("more than 10000 bytes came"):
+        fetch(card(site))
+
+
+def test_n4_a_download_on_a_full_disk_is_one_sentence(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.open
+
+    def open_or_fail(path: Path, *how: object, **more: object) -> object:
+        if path.suffix == ".part":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", open_or_fail)
+    with refused("a.pth.part", "the disk is full", "make room"):
+        fetch(card(site))
+    assert len(site.asked) == 1, "not tried again"
 
 
 def test_several_files(site: Site) -> None:

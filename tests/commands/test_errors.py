@@ -1,6 +1,7 @@
 """Bad input: one clear sentence, exit code 2, well under a second, nothing written."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -242,3 +243,28 @@ def test_version_and_tables_are_listed(capsys):
     said = capsys.readouterr().out
     assert said.startswith(f"finetune-mile {finetune_mile.__version__}\n")
     assert "\nssl           Self-supervised fine-tuning on ImageNet\n" in said
+
+
+INTERRUPTED = """
+import builtins, os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+real = builtins.__import__
+def hook(name, *rest, **more):
+    if name == "finetune_mile.config.flags":
+        os.kill(os.getpid(), signal.SIGINT)
+    return real(name, *rest, **more)
+builtins.__import__ = hook
+sys.argv = ["finetune_mile/run.py"]
+runpy.run_path("finetune_mile/run.py", run_name="__main__")
+"""
+
+
+def test_f20_ctrl_c_at_the_start_of_the_main_command_is_no_traceback(monkeypatch):
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("finetune_mile.run.parse", interrupted)
+    assert run_main([]) == 128 + signal.SIGINT

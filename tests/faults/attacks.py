@@ -4,15 +4,21 @@ A try is a process of its own that is killed at the n-th event of its files (or 
 random time, or whose disk fails from the n-th event on. Then the same command is run again. It must end well, with the
 same bytes as a command that nothing happened to, and without leftovers; and neither may print a traceback.
 
---tries N for each line, --seed S, --only WORD. --record FILE keeps a line for each try: with the same file an
-interrupted attack continues.
+--record FILE keeps a line for each try, so that the tries of several sessions add up: --tries N makes those that are
+missing until each command has N kills at events, and fewer of the other kinds. --again repeats what was not held.
+--only WORD: a command or a kind. --table prints the record. tests/faults/attacks.jsonl is the record of the page.
 """
 
 import argparse
+import contextlib
 import errno
 import json
+import os
 import random
+import re
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,20 +27,23 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in (".", "tables", "faults")]
 
-from lab import KILL, Lab  # noqa: E402
+from lab import KILL, ROOT, Lab  # noqa: E402
 from shortcuts import tinted_photos  # noqa: E402
 from tiny import write_tiny  # noqa: E402
 
-RUN = [
-    "--data", "demo:60", "--batch-size", "8", "--steps", "6", "--size", "24", "--set", "evaluate.images=10", "--set",
+SMALL = [
+    "--batch-size", "8", "--steps", "6", "--size", "24", "--set", "evaluate.images=10", "--set",
     "evaluate.labels=false", "--set", "log_every=1", "--set", "checkpoint_every=2", "--set", "workers=0",
 ]  # fmt: skip
+RUN = ["--data", "demo:60", *SMALL]
 NEW = ["--init", "none", "--arch", "resnet-demo"]
 KEPT = ["--init", "simclr-demo"]
 PHOTOS = [*KEPT, "--size", "24", "--workers", "0", "--data", "photos"]
 QUICK = {"training.quickstart.SEEDS": 1, "training.plan.LEAST_STEPS": 10,
          "training.quickstart.COMPARED": {"softmax": [], "sigmoid": []}}  # fmt: skip
+SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
 FAULTS = {"ENOSPC": errno.ENOSPC, "EACCES": errno.EACCES, "EIO": errno.EIO}
+X = ["--out", "x"]
 WEIGHTS = "export/model.safetensors"
 
 
@@ -53,17 +62,41 @@ def run_of(*words, init=NEW):
     return ["run", *RUN, *init, *words]
 
 
-X = ["--out", "x"]
+def method(name, *words):
+    """A run of a method that needs nothing else."""
+    return Command(
+        run_of("--method", name, *words, "--resume", "auto", "--out", "r"), (f"r/{WEIGHTS}", "r/results.json"), run="r"
+    )
+
+
+def pretraining(name):
+    words = ["--data", "demo:60", "--arch", "resnet-mini", "--steps", "6", "--batch-size", "8", "--set", "log_every=1"]
+    more = ["--set", "checkpoint_every=2", "--set", "workers=0", "--resume", "auto", "--out", "r"]
+    return Command(["pretrain", "--set", f"method={name}", *words, *more], ("r/export/*", "r/results.json"), run="r")
+
+
+def export(form, same, need):
+    return Command(["export", "r", "--to", form, *X], same, (need,))
+
+
 COMMANDS = {
     "run, mile": Command(
         run_of("--k-t", "2", "--k-s", "1", "--set", "mile.warmup=0", "--resume", "auto", "--out", "r"),
         (f"r/{WEIGHTS}", "r/results.json", "r/per_class.csv"), run="r",
     ),
-    "run, labels of a pool, --refit": Command(
-        run_of("--method", "noisy-student", "--semi", "all", "--set", "labels_once_per_cycle=true", "--fraction", "0.5",
-               "--refit", "--resume", "auto", "--out", "r"),
+    **{f"run, {name}": method(name) for name in ("sigmoid", "wan")},
+    "run, auto": method("auto", "--k-t", "2", "--k-s", "1", "--set", "mile.warmup=0"),
+    "run, self-distill": method("self-distill"),
+    "run, labels of a pool, --refit": method(
+        "noisy-student", "--semi", "all", "--set", "noisy_student.pseudo_labels=cycle", "--fraction", "0.5", "--refit"
+    ),
+    "run, photos without labels": Command(
+        ["run", "--data", "photos", "--unlabelled", "photos/val", *KEPT, *SMALL, "--method",
+            "softmax", "--set", "then.steps=4", "--resume",
+         "auto", "--out", "r"],
         (f"r/{WEIGHTS}", "r/results.json"), run="r",
     ),
+    "run --track tensorboard": method("softmax", "--track", "tensorboard"),
     "run --trunk frozen": Command(
         run_of("--method", "softmax", "--trunk", "frozen", "--resume", "auto", "--out", "r", init=KEPT),
         (f"r/{WEIGHTS}", "r/results.json", "cache/features/*/train.npy"), run="r",
@@ -72,17 +105,13 @@ COMMANDS = {
         run_of("--method", "softmax", "--seeds", "2", "--out", "r"), (f"r/seed-*/{WEIGHTS}", "r/summary.json"),
         run="r/seed-0",
     ),
-    "pretrain": Command(
-        ["pretrain", "--data", "demo:60", "--arch", "resnet-mini", "--steps", "6", "--batch-size", "8", "--set",
-         "checkpoint_every=2", "--set", "log_every=1", "--set", "workers=0", "--resume", "auto", "--out", "r"],
-        ("r/export/*", "r/results.json"), run="r",
-    ),
+    **{f"pretrain, {name}": pretraining(name) for name in ("simclr", "mocov2", "byol", "swav")},
     "embed OUT --views 1": Command(["embed", *PHOTOS, "--views", "1", "out"], ("out/*.npy", "out/*.parquet")),
     "probe": Command(["probe", *PHOTOS, "--seeds", "1", "--json", "p.json"], ("cache/features/*/*.npy", "p.json")),
-    "export --to torch": Command(
-        ["export", "r", "--to", "torch", *X], ("x/config.json", "x/README.md"), ("run, mile",)
-    ),
-    "export --to timm": Command(["export", "r", "--to", "timm", *X], ("x/*",), ("timm",)),
+    "export --to torch": export("torch", ("x/config.json", "x/README.md"), "run, mile"),
+    "export --to onnx": export("onnx", ("x/*",), "run, mile"),
+    "export --to timm": export("timm", ("x/*",), "timm"),
+    "export --to hf": export("hf", ("x/*",), "timm"),
     "predict --annotate": Command(
         ["predict", "r", "photos/val", "--workers", "0", "--annotate", "x"], ("x/**/*.png",), ("run, mile",)
     ),
@@ -100,11 +129,19 @@ COMMANDS = {
         ["eval", "--model", "run:r", "--data", "demo:60", "--draws", "0", *X], ("x/results.json", "x/per_class.csv"),
         ("run, mile",),
     ),
+    "audit --out": Command(["audit", *PHOTOS[:-2], "photos", *X], ("x/audit.csv", "x/audit.json")),
+    "weights add": Command(
+        ["weights", "add", f"r/{WEIGHTS}", "--name", "mine"], ("config/weights/*",), ("run, mile",)
+    ),
     "check --list": Command(["check", "--data", "photos", "--list", "x.csv"], ("x.csv",)),
 }  # fmt: skip
 HELPERS = {
     "timm": Command(run_of("--method", "softmax", "--out", "r", init=["--init", "none", "--arch", "resnet18"]), ())
 }
+DISK, PAGE = "a small disk", 4096
+KINDS = ("killed at an event", "killed at a random time", *SIGNALS, *FAULTS, DISK)
+MOUNTS = hasattr(os, "geteuid") and os.geteuid() == 0
+RECORD = Path(__file__).with_suffix(".jsonl")
 VARIES = ("seconds", "seconds_features", "seconds_probes", "store", "speed", "images_per_second")  # in JSON
 
 
@@ -128,6 +165,7 @@ class Place:
         self.renew()
         self.whole = self.run()
         assert self.whole.code in (0, 1 if name == "check --list" else 0), self.whole.err
+        self.grows = max(size_of(self.used) - size_of(self.fresh), 1)
         self.expected = self.content()
         assert self.expected, f"{name}: nothing to compare"
 
@@ -139,7 +177,7 @@ class Place:
         command = command or self.command
         return self.lab.run(
             command.words, cwd=self.used, below=[self.used], values=command.values,
-            FINETUNE_MILE_CACHE=self.used / "cache", **fault,
+            FINETUNE_MILE_CACHE=self.used / "cache", FINETUNE_MILE_CONFIG=self.used / "config", **fault,
         )  # fmt: skip
 
     def content(self):
@@ -161,13 +199,39 @@ class Place:
 
     def attack(self, **fault):
         """One try; what went wrong, in words."""
+        if "room" in fault:
+            with self.small_disk(fault["room"]) as enlarge:
+                broken = self.run()
+                return broken, self.wrong(broken, fault, before=enlarge)
         self.renew()
-        late = {"after": fault["share"] * self.whole.seconds} if "share" in fault else fault
-        broken = self.run(**late)
+        how = fault
+        if "share" in fault:
+            how = {"after": fault["share"] * self.whole.seconds, "send": fault.get("send", KILL)}
+        broken = self.run(**how)
+        return broken, self.wrong(broken, fault)
+
+    @contextlib.contextmanager
+    def small_disk(self, room):
+        """Instead of the used folder a disk of its own, with room for a share of what the command writes."""
+        shutil.rmtree(self.used, ignore_errors=True)
+        self.used.mkdir()
+        pages = size_of(self.fresh) + int(room * self.grows)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={pages * PAGE}", "tmpfs", self.used], check=True)
+        try:
+            shutil.copytree(self.fresh, self.used, symlinks=True, dirs_exist_ok=True)
+            yield lambda: subprocess.run(["mount", "-o", f"remount,size={2**28}", self.used], check=True)
+        finally:
+            subprocess.run(["umount", self.used], check=True)
+
+    def wrong(self, broken, fault, before=lambda: None):
+        """What is wrong about a command that was broken, and about the same command again; `before` that."""
         wrong = [] if broken.calm else [f"ended with {broken.code}: {broken.err[-2000:]}"]
-        if fault.get("do") in FAULTS.values() and broken.code:
-            wrong += self.judge(broken, fault["do"])
+        if "send" in fault and broken.code not in (self.whole.code, -fault["send"], 128 + fault["send"]):
+            wrong.append(f"exit code {broken.code}: {broken.err[-300:]}")
+        if broken.code and ("room" in fault or fault.get("do") in FAULTS.values()):
+            wrong += self.judge(broken, fault.get("do", errno.ENOSPC))
         complete = self.content() == self.expected and not self.leftovers()  # killed after its last step
+        before()
         again = self.run()
         if not again.calm or (again.code != self.whole.code and not complete):
             wrong.append(f"again: {again.code}: {again.err[-2000:]}")
@@ -176,14 +240,15 @@ class Place:
             wrong.append(f"other bytes: {sorted(n for n in names if found.get(n) != self.expected.get(n))}")
         elif left := self.leftovers():
             wrong.append(f"left: {left}")
-        return broken, wrong
+        return wrong
 
     def judge(self, broken, fault):
         """What is wrong about the way in which a command ended whose disk failed."""
         wrong = [] if broken.code == 1 else [f"exit code {broken.code}"]
         said = [line for line in broken.err.splitlines() if line.startswith("error: ")]
         tops = {path.name for path in self.used.iterdir()} | {str(self.used), *self.command.words}
-        if len(said) != 1 or not any(top in said[0] for top in tops):
+        names = "|".join(re.escape(top) for top in tops if not top.startswith("-"))
+        if len(said) != 1 or not re.search(rf"(?<!\w)({names})(?=[/:. ])", said[0]):
             wrong.append(f"not one sentence with a path: {broken.err[-600:]}")
         elif fault == errno.ENOSPC and "the disk is full" not in said[0]:
             wrong.append(f"does not say that the disk is full: {said[0]}")
@@ -193,7 +258,14 @@ class Place:
         return wrong
 
 
+def size_of(folder):
+    """Pages that the files of a folder take on a tmpfs, and their folders."""
+    return sum(1 - (-path.stat().st_size // PAGE) if path.is_file() else 1 for path in folder.rglob("*"))
+
+
 def _comparable(path):
+    if path.suffix == ".md":  # without how long it took
+        return re.sub(rb"\b[\d.]+ (s|min|h)\b", b"", path.read_bytes())
     if path.suffix not in (".json", ".jsonl"):
         return path.read_bytes()
 
@@ -209,36 +281,58 @@ def _comparable(path):
     )
 
 
-def tries(whole, count, draw):
-    """So many attacks of each kind: label to the fault of each try."""
-    events = [*range(1, whole.events + 1)]
+def tries(whole, count, draw, known=()):
+    """So many attacks of each kind, without those that are known: label to the fault of each try."""
+
+    def new(kind, wanted, fault_of, choices):
+        done = [line for line in known if line["kind"] == kind]
+        left = [fault for fault in map(fault_of, choices) if fault not in [line["fault"] for line in done]]
+        return draw.sample(left, max(0, min(wanted - sum(map(counts, done)), len(left))))
+
+    events, shares = range(1, whole.events + 1), [n / 1000 for n in range(1000)]
+    few, some = -(-count // 4), -(-count // 3)
     return {
-        "killed at an event": [{"at": n, "do": KILL} for n in sorted(draw.sample(events, min(count, len(events))))],
-        "killed at a random time": [{"share": round(draw.random(), 3)} for _ in range(-(-count // 4))],
+        "killed at an event": new("killed at an event", count, lambda n: {"at": n, "do": KILL}, events),
+        "killed at a random time": new("killed at a random time", some, lambda share: {"share": share}, shares),
         **{
-            name: [{"at": n, "do": code} for n in sorted(draw.sample(events, min(-(-count // 3), len(events))))]
-            for name, code in FAULTS.items()
+            name: new(name, few, lambda share, number=number: {"share": share, "send": int(number)}, shares)
+            for name, number in SIGNALS.items()
         },
+        **{name: new(name, few, lambda n, code=code: {"at": n, "do": code}, events) for name, code in FAULTS.items()},
+        DISK: new(DISK, few, lambda room: {"room": room}, shares[:950]) if MOUNTS else [],
     }
 
 
+def counts(line):
+    """Was it a try? One that came too late, to a command that had ended well, was none unless something is wrong."""
+    return line["code"] not in (0, *line["late"]) or bool(line["wrong"])
+
+
+def newest(lines):
+    """The last line of each try: what was not held is tried again when it is mended."""
+    return list({(line["command"], line["kind"], json.dumps(line["fault"])): line for line in lines}.values())
+
+
 def table(lines):
-    """Markdown from the lines of a record: held of tries. A try that came too late, to a command that ended well, is
-    left out unless something is wrong."""
-    kinds = list(dict.fromkeys(line["kind"] for line in lines))
+    """Markdown from the lines of a record: held of tries."""
+    again, lines = lines, newest(lines)
+    kinds = [kind for kind in KINDS if any(line["kind"] == kind for line in lines)]
     text = ["| command (events) | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
-    counted = [line for line in lines if line["code"] or line["wrong"]]
+    counted = [line for line in lines if counts(line)]
 
     def cell(kind, command=None):
         some = [line for line in counted if line["kind"] == kind and command in (None, line["command"])]
         return f"{sum(not line['wrong'] for line in some)} of {len(some)}" if some else "-"
 
     events = {line["command"]: line["events"] for line in lines}
-    for command, count in events.items():
+    for command, count in sorted(events.items(), key=lambda pair: [*COMMANDS].index(pair[0])):
         text.append(f"| {command} ({count:,}) | " + " | ".join(cell(kind, command) for kind in kinds) + " |")
     text.append("| all | " + " | ".join(map(cell, kinds)) + " |")
     held = sum(not line["wrong"] for line in counted)
-    return "\n".join([*text, "", f"{held} of {len(counted)} tries were held."])
+    kills = sum(line["kind"].startswith("killed") for line in counted)
+    mended = sum(bool(line["wrong"]) for line in again) - len(counted) + held
+    said = f"{held} of {len(counted)} tries were held, {kills} of them kills. {mended} were held only when repeated."
+    return "\n".join([*text, "", said])
 
 
 def checksums():
@@ -255,40 +349,86 @@ def checksums():
         print(f"{width:,} features in float16: {seconds:.1f} seconds of the processor for a GB")
 
 
+PLACES = ["afile", "afile/x", "link", "link/x", "y" * 300, "/proc/x", "/proc/x/y", ""]
+PLACED = ("weights convert", "weights add", "pack", "eval --out", "predict --annotate", "check --list", "audit --out",
+          "embed OUT --views 1", "export --to torch", "pretrain, simclr")  # fmt: skip
+
+
+def places(lab, base, names):
+    """Give commands outputs, caches and folders for cards that cannot be; the tries, and what was not one sentence."""
+    count, wrong = 0, []
+    for name in names:
+        place = Place(lab, base, name)
+        outputs = ("x", "r", "out", "x.csv")
+        at = max((i for i, word in enumerate(place.command.words) if word in outputs), default=None)
+        for bad in PLACES:
+            place.renew()
+            (place.used / "afile").write_text("mine")
+            (place.used / "link").symlink_to("nowhere/at/all")
+            elsewhere = {"FINETUNE_MILE_CACHE": "cache", "FINETUNE_MILE_CONFIG": "config"}
+            env = {key: place.used / value for key, value in elsewhere.items()}
+            if name == "weights add":
+                env["FINETUNE_MILE_CONFIG"] = place.used / (bad or "afile")
+            words = [bad if i == at else word for i, word in enumerate(place.command.words)]
+            ended = lab.run(words, cwd=place.used, values=place.command.values, **env)
+            said = [line for line in ended.err.splitlines() if line.startswith("error: ")]
+            count += 1
+            if not ended.calm or ended.code not in (1, 2) or len(said) != 1:
+                wrong.append(f"{name}, {bad[:20]!r}: {ended.code}: {ended.err[-600:]}")
+            if (place.used / "afile").read_text() != "mine":
+                wrong.append(f"{name}, {bad[:20]!r}: a file was overwritten")
+    return count, wrong
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", help="a command, or a kind of attack; may be repeated")
-    parser.add_argument("--record", type=Path, default=Path("runs/attacks.jsonl"))
+    parser.add_argument("--record", type=Path, default=RECORD)
+    parser.add_argument("--again", action="store_true", help="repeat the tries that were not held, and no others")
     parser.add_argument("--table", action="store_true", help="print the record, and stop")
+    parser.add_argument("--places", action="store_true", help="outputs that cannot be written, and stop")
     parser.add_argument("--checksums", action="store_true", help="measure the checksums of features, and stop")
     options = parser.parse_args()
     if options.checksums:
         return checksums()
-    options.record.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in options.record.read_text().splitlines()] if options.record.exists() else []
-    known = {(line["command"], line["kind"], json.dumps(line["fault"])) for line in lines}
+    lines = read_record(options.record)
     wanted = options.only or []
     names = [name for name in COMMANDS if name in wanted] or list(COMMANDS)
+    kinds = [kind for kind in KINDS if kind in wanted] or list(KINDS)
+    failed = 0
     with tempfile.TemporaryDirectory() as base, Lab(base) as lab:
+        if options.places:
+            count, wrong = places(lab, base, names if wanted else PLACED)
+            print(*wrong, f"{count} tries, {len(wrong)} not one sentence", sep="\n")
+            return int(bool(wrong))
         for name in [] if options.table else names:
+            known = [line for line in newest(lines) if line["command"] == name]
+            if options.again and not any(line["wrong"] for line in known):
+                continue
             place = Place(lab, base, name)
-            for kind, faults in tries(place.whole, options.tries, random.Random(options.seed)).items():
-                if set(wanted) - set(COMMANDS) and kind not in wanted:
-                    continue
-                for fault in faults:
-                    if (name, kind, json.dumps(fault)) in known:
-                        continue
-                    broken, wrong = place.attack(**fault)
-                    lines.append({"command": name, "kind": kind, "fault": fault, "wrong": wrong, "code": broken.code,
-                                  "said": broken.err[-300:], "events": place.whole.events})  # fmt: skip
-                    with options.record.open("a") as stream:
-                        stream.write(json.dumps(lines[-1]) + "\n")
-                    if wrong:
-                        print(name, kind, fault, *wrong, sep="\n  ", flush=True)
+            todo = tries(place.whole, options.tries, random.Random(f"{options.seed} {name} {len(known)}"), known)
+            if options.again:
+                todo = {name: [e["fault"] for e in known if e["wrong"] and e["kind"] == name] for name in KINDS}
+            for kind, fault in [(each, fault) for each in kinds for fault in todo[each]]:
+                broken, wrong = place.attack(**fault)
+                for path, word in ((base, "PLACE"), (ROOT, "REPOSITORY"), (sys.prefix, "PYTHON")):
+                    wrong = [text.replace(str(path), word) for text in wrong]
+                late = [place.whole.code] if place.whole.code else []
+                lines.append({"command": name, "kind": kind, "fault": fault, "code": broken.code, "late": late,
+                              "wrong": [text[-700:] for text in wrong], "events": place.whole.events})  # fmt: skip
+                with options.record.open("a") as stream:
+                    stream.write(json.dumps(lines[-1]) + "\n")
+                if wrong:
+                    failed += 1
+                    print(name, kind, fault, *wrong, sep="\n  ", flush=True)
     print(table(lines))
-    return int(any(line["wrong"] for line in lines))
+    return int(failed > 0)
+
+
+def read_record(path=RECORD):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 if __name__ == "__main__":

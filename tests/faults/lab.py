@@ -98,6 +98,7 @@ class Lab:
 def _child(what, out, err):
     """The command, in a fork; never returns."""
     code = CRASHED
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdin = os.fdopen(0, closefd=False)
@@ -107,15 +108,16 @@ def _child(what, out, err):
         os.chdir(what["cwd"])
         from finetune_mile.cli import main
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         for name, value in what["values"].items():
             module, _, key = name.rpartition(".")
             setattr(importlib.import_module(f"finetune_mile.{module}"), key, value)
         LIBRARY.faults_arm("\n".join(what["below"]).encode(), what["at"], what["do"])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             code = main(what["words"])
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 1
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:

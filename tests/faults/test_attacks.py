@@ -6,8 +6,8 @@ import random
 import subprocess
 
 import pytest
-from attacks import COMMANDS, RUN, Place, tries
-from lab import COMPILER, Lab
+from attacks import COMMANDS, RUN, Place, read_record, table, tries
+from lab import COMPILER, ROOT, Lab
 
 from finetune_mile.core.files import is_finished
 
@@ -37,6 +37,11 @@ def test_n4_a_run_on_a_full_disk_fails_in_a_sentence_and_continues_to_the_same_w
     broken, wrong = place.attack(at=at, do=errno.ENOSPC)
     assert broken.code == 1
     assert not wrong, wrong
+
+
+def test_the_table_of_the_page_is_that_of_the_record():
+    page = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    assert table(read_record()) in page, "python tests/faults/attacks.py --table"
 
 
 @pytest.mark.slow

@@ -153,3 +153,16 @@ def test_n1_what_an_earlier_version_left_after_a_kill_is_continued(embedded, tmp
     (tmp_path / "out/.train.parquet.part").touch()
     assert main([*WORDS, str(embedded / "photos"), str(tmp_path / "out")]) == 0
     assert not list((tmp_path / "out").glob(".*.part"))
+
+
+@pytest.mark.parametrize("dtype", ["nonsense", 5, None, "float64"])
+def test_n3_a_run_passes_over_kept_features_with_an_odd_note(store, embedded, tmp_path, dtype):
+    """The start of a classifier asks all stores of the cache."""
+    note = json.loads((store / "features.json").read_text())
+    note["depends_on"] |= {"dtype": dtype}
+    if dtype is None:
+        del note["depends_on"]["dtype"]
+    (store / "features.json").write_text(json.dumps(note))
+    words = ["run", "--init", "simclr-demo", "--size", "24", "--data", str(embedded / "photos"), "--method", "softmax"]
+    more = ["--head-init", "random", "--steps", "2", "--set", "workers=0", "--set", "evaluate.labels=false"]
+    assert main([*words, *more, "--out", str(tmp_path / "run")]) == 0

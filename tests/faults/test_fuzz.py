@@ -4,28 +4,33 @@ A few examples each, always the same ones. FINETUNE_MILE_FUZZ_SECONDS=300 draws 
 (`pytest -m slow tests/faults/test_fuzz.py`). What was found is in `FOUND`, and is tried each time.
 """
 
+import atexit
 import io
 import json
 import os
+import shutil
 import signal
 import struct
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from PIL import Image
-from shortcuts import ROOT
+from shortcuts import ROOT, tinted_photos
 
 from finetune_mile.checkpoints.cards import read_card
 from finetune_mile.checkpoints.exporting import write_export
 from finetune_mile.checkpoints.init import Located
 from finetune_mile.checkpoints.loading import open_contents, open_with_head
 from finetune_mile.checkpoints.readers import read
+from finetune_mile.cli import main
 from finetune_mile.config.resolve import read_yaml, resolve_tree
 from finetune_mile.config.schema import FullRecipe
 from finetune_mile.core.problems import BadImage, Problem
@@ -288,6 +293,61 @@ def export(config, folder):
     open_with_head(str(folder), "RUN").thresholds("RUN")
 
 
+STORE = {}  # a cache, photos, and the files of their features
+
+
+def store_files():
+    """The files of kept features, made once: name to bytes."""
+    if not STORE:
+        base = Path(tempfile.mkdtemp(prefix="kept-features-"))
+        atexit.register(shutil.rmtree, base, ignore_errors=True)
+        tinted_photos(base / "photos", 40, train=2, val=1)
+        STORE.update(base=base, files={})
+        embed_photos()
+        STORE["files"] = {path.name: path.read_bytes() for path in kept_files() if path.name != ".lock"}
+    return STORE["files"]
+
+
+def kept_files():
+    return [path for path in (STORE["base"] / "cache").rglob("*") if path.is_file()]
+
+
+def embed_photos():
+    words = ["embed", "--init", "simclr-demo", "--size", "24", "--workers", "0", "--data"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FINETUNE_MILE_CACHE", str(STORE["base"] / "cache"))
+        assert main([*words, str(STORE["base"] / "photos")]) == 0
+
+
+@st.composite
+def spoilt_store(draw):
+    """Files of kept features of which some are spoilt."""
+    files = store_files()
+    names = draw(st.lists(st.sampled_from(sorted(files)), min_size=1, max_size=3, unique=True))
+    note = json.loads(files["features.json"])
+    inner = spoilt_tree(note["depends_on"]).map(lambda tree: note | {"depends_on": tree})
+    notes = st.one_of(spoilt_tree(note), inner).map(lambda tree: bytes_of(json.dumps(tree)))
+    return {
+        name: draw(st.one_of(notes, spoilt(files[name])) if name == "features.json" else spoilt(files[name]))
+        for name in names
+    }
+
+
+def kept_features(spoilt_files, folder):
+    """The same command gives the same features, whatever the files in the cache are."""
+    files = store_files()
+    (place,) = {path.parent for path in kept_files() if path.name == "features.json"}
+    try:
+        for name, content in (files | spoilt_files).items():
+            (place / name).write_bytes(content)
+        embed_photos()
+        for name in ("train.npy", "val.npy"):
+            assert (place / name).read_bytes() == files[name]
+    finally:
+        for name, content in files.items():
+            (place / name).write_bytes(content)
+
+
 JSON_FILE = st.one_of(spoilt_tree(INFO).map(lambda tree: bytes_of(json.dumps(tree))), spoilt(json.dumps(INFO).encode()))
 LINES = st.lists(st.one_of(st.sampled_from(METRICS), JSON), max_size=4).map(
     lambda records: b"\n".join(bytes_of(json.dumps(record)) for record in records)
@@ -309,6 +369,7 @@ READERS = {
                     label_file),
     "run folders": (st.tuples(JSON_FILE, st.one_of(LINES, spoilt(LINES)), st.one_of(JSON_FILE, st.binary(max_size=9))),
                     run_folder),
+    "kept features": (spoilt_store(), kept_features),
     "exports": (st.tuples(st.one_of(spoilt_tree(CONFIG), spoilt(json.dumps(CONFIG).encode())), st.booleans()), export),
 }  # fmt: skip
 

@@ -1,16 +1,21 @@
 """The tests are offline; what is published names nobody; files are as private as the user's umask."""
 
+import contextlib
 import os
 import socket
 import stat
 import subprocess
 import sys
+import zipfile
 
 import numpy as np
 import pytest
 from PIL import Image
+from shortcuts import ROOT
 
 from finetune_mile.checkpoints.converting import convert
+from finetune_mile.cli import main as command
+from finetune_mile.pages.exported import PROGRAMS
 from finetune_mile.run import main
 
 CODE = "import socket; socket.create_connection(('192.0.2.1', 80), timeout=5)"
@@ -54,24 +59,35 @@ def run(tmp_path_factory):
             words[3] = str(home / "first")
             assert main([*words, "--trunk", "frozen", "--out", str(home / "run")]) == 0
             convert(str(home / "run"), home / "converted", called="run")
+            for form in PROGRAMS:
+                assert export(["run", "--to", form, "--out", form], home) == 0
     finally:
         os.umask(before)
     return home
 
 
-@pytest.mark.parametrize("folder", ["first/export", "run/export", "converted"])
+def export(words, home):
+    """As a user would: in the folder of the run."""
+    with contextlib.chdir(home):
+        return command(["export", *words])
+
+
+@pytest.mark.parametrize("folder", ["first/export", "run/export", "converted", *PROGRAMS])
 def test_what_is_published_names_nobody(run, folder):
     files = [path for path in (run / folder).rglob("*") if path.is_file()]
-    assert {"config.json", "model.safetensors"} <= {path.name for path in files}
+    assert {"config.json", PROGRAMS.get(folder, "model.safetensors")} <= {path.name for path in files}
     host = socket.gethostname()
     for path in files:
         content = path.read_bytes()
-        for word in ("secret-", "somebody-at-home", str(run.parent), *([host] if len(host) > 8 else [])):
+        if zipfile.is_zipfile(path):  # of torch: its members may be compressed
+            with zipfile.ZipFile(path) as members:
+                content += b"".join(members.read(name) for name in members.namelist())
+        for word in ("secret-", "somebody-at-home", str(run.parent), str(ROOT), *([host] if len(host) > 8 else [])):
             assert word.encode() not in content, f"{path.name} holds {word}"
 
 
 def test_files_are_as_private_as_the_umask(run):
-    made = [path for name in ("first", "run", "converted", "cache") for path in (run / name).rglob("*")]
+    made = [path for name in ("first", "run", "converted", "cache", *PROGRAMS) for path in (run / name).rglob("*")]
     assert any(path.name == "run.json" for path in made)
     assert any("cache" in path.parts for path in made), "a frozen trunk keeps its features"
     open_to_others = {str(path.relative_to(run)) for path in made if stat.S_IMODE(path.stat().st_mode) & 0o077}

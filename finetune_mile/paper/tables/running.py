@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -79,6 +80,7 @@ def command_for(state: RunState, runs: Path, launch: str | None, *, requeued: bo
 def work(channel: Connection, threads: int) -> None:
     """The main function of a worker: run one command after another, until the channel closes."""
     os.setsid()  # Ctrl-C reaches the main process only, which tells the workers once
+    threading.Thread(target=_stop_without_table, daemon=True).start()
     os.environ["FINETUNE_MILE_THREADS"] = os.environ["OMP_NUM_THREADS"] = str(threads)
     while True:
         try:
@@ -90,7 +92,16 @@ def work(channel: Connection, threads: int) -> None:
         began = time.monotonic()
         code = _execute(command)
         last = last_line(Path(command.log)) if code else ""
-        channel.send(Outcome(key=command.key, code=code, seconds=time.monotonic() - began, last_line=last))
+        with contextlib.suppress(BrokenPipeError):  # the main process was killed
+            channel.send(Outcome(key=command.key, code=code, seconds=time.monotonic() - began, last_line=last))
+
+
+def _stop_without_table() -> None:
+    """When the main process was killed, tell this worker's run to stop: the same command will continue it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _execute(command: Command) -> int:
