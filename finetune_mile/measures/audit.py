@@ -28,7 +28,7 @@ FAR = 3.0  # quartile ranges above the upper quartile: an outlier
 SCALES = (-1.0, 5.0)  # logarithms, of what scores are multiplied by
 LIKELY = 1.92  # of the logarithm of the likelihood, for 95 %: half of the quantile of chi-square
 LARGEST_SHARE = 0.45  # of wrong labels that is considered
-MOST_CELLS = 1_000_000  # (photo, class) pairs that shares are estimated from
+MOST_CELLS = 400_000  # (photo, class) pairs that shares are estimated from
 SIMILAR = 0.5  # of the wrong labels: classes that are mixed up with the right one; the others are any class
 HIDDEN = 0.5  # of the share of errors, at most: labels that are wrong without a sign of it
 
