@@ -44,7 +44,7 @@ STATEMENTS = {
     "core": 827,
     "images": 2646,
     "learning": 862,
-    "measures": 1179,
+    "measures": 1180,
     "methods": 563,
     "networks": 591,
     "pages": 738,

@@ -28,7 +28,8 @@ FAR = 3.0  # quartile ranges above the upper quartile: an outlier
 SCALES = (-1.0, 5.0)  # logarithms, of what scores are multiplied by
 LIKELY = 1.92  # of the logarithm of the likelihood, for 95 %: half of the quantile of chi-square
 LARGEST_SHARE = 0.45  # of wrong labels that is considered
-MOST_CELLS = 1_000_000  # (photo, class) pairs that shares are estimated from
+MOST_CELLS = 400_000  # (photo, class) pairs that shares are estimated from
+FEWEST_FITTED = 500  # photos that the share of wrong labels is fitted on, where there are more
 SIMILAR = 0.5  # of the wrong labels: classes that are mixed up with the right one; the others are any class
 HIDDEN = 0.5  # of the share of errors, at most: labels that are wrong without a sign of it
 
@@ -124,7 +125,7 @@ def judge_one(scores: Tensor, targets: Tensor) -> Judged:
     disputed = float((scores.argmax(1) != labels).float().mean())
     rare = (min(1.0, 2 * disputed) / torch.bincount(labels, minlength=classes).clamp(min=1))[labels].double()
     drawn = torch.randperm(len(scores), generator=torch.Generator().manual_seed(0))
-    some = drawn[: max(MOST_CELLS // classes, 1)]
+    some = drawn[: max(MOST_CELLS // (4 * classes), FEWEST_FITTED)]
 
     def likely(rows: Tensor, scale: float, similar: float, mixed: Tensor | None) -> tuple[Tensor, Tensor]:
         """P(given) of rows if the label is right, and if it is wrong."""
