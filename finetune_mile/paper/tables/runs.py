@@ -359,7 +359,8 @@ def _status(job: Job, meaning: Meaning, runs: Path, info: Mapping[str, Any]) -> 
 
 def _changed_settings(job: Job, meaning: Meaning, runs: Path, info: Mapping[str, Any]) -> list[str]:
     """Settings in which the run in the folder was asked for something else than the table asks for now."""
-    was = flat(read_yaml(job.folder / "recipe.yaml") | info.get("requested", {}))
+    asked = info.get("requested")
+    was = flat(read_yaml(job.folder / "recipe.yaml") | (asked if isinstance(asked, dict) else {}))
     now = {key: job.filled(value) for key, value in meaning.tree.items()} | {"seed": job.key.seed}
     now.pop("recipe", None)
     if now.get("epochs") is not None and was.get("epochs") is None:
