@@ -310,7 +310,9 @@ function tabs() {
     button.onclick = () => { kind = name; tabs(); panels(); choose(); };
     return button;
   }));
-  $("about").textContent = ABOUT[kind] + (FACTS.about[kind] ? " " + FACTS.about[kind] : "");
+  const [here, listed] = [FACTS.shown[kind], FACTS.counts[kind]];
+  const cut = here < listed ? `This page has the first ${here.toLocaleString()} of ${listed.toLocaleString()}. audit.csv has all.` : "";
+  $("about").textContent = [ABOUT[kind], FACTS.about[kind], cut].filter(Boolean).join(" ");
 }
 
 function press(event) {
