@@ -17,13 +17,15 @@ MARKUP = "<img src=x onerror=hacked=1>"  # of a class, and of a file
 MOST = 400_000  # bytes of a page beside its photos
 FAINT = """
 const rgb = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return n.length < 4 ? [...n, 1] : n; };
-const light = (c) => { const [r, g, b] = c.map((v) => (v / 255 <= .04045 ? v / 3294.6 : ((v / 255 + .055) / 1.055) ** 2.4));
+const light = (c) => {
+  const [r, g, b] = c.map((v) => (v / 255 <= .04045 ? v / 3294.6 : ((v / 255 + .055) / 1.055) ** 2.4));
   return .2126 * r + .7152 * g + .0722 * b; };
 const behind = (e) => { if (!e) return [255, 255, 255];
   const [r, g, b, a] = rgb(getComputedStyle(e).backgroundColor), under = a < 1 ? behind(e.parentElement) : [0, 0, 0];
   return [r, g, b].map((v, i) => a * v + (1 - a) * under[i]); };
 return [...document.querySelectorAll("body *")].filter((e) => {
-  if (!e.checkVisibility() || e.disabled || ![...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim())) return false;
+  const text = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+  if (!e.checkVisibility() || e.disabled || !text) return false;
   const [a, b] = [light(rgb(getComputedStyle(e).color).slice(0, 3)), light(behind(e))].sort((x, y) => y - x);
   return (a + .05) / (b + .05) < 4.5;
 }).map((e) => e.tagName + " " + e.className + ": " + e.textContent.trim().slice(0, 40));
@@ -112,8 +114,8 @@ class Browser:
 
     def is_sound(self):
         """Nothing failed, nothing was asked for outside, and no name of a class or file ran as markup."""
-        assert self.errors == []
-        assert self.outside == []
+        assert not self.errors, self._errors
+        assert not self.outside, self._requests
         assert self.run("return window.hacked === undefined && !document.querySelector('img[src=x]')")
 
     def is_sound_everywhere(self, page):
@@ -123,7 +125,8 @@ class Browser:
             self.open(page, width=width, dark=dark)
             assert self.fits(), f"{page} at {width}"
             self.is_sound()
-            assert self.run(FAINT) == [], f"{page}, {'dark' if dark else 'light'}"
+            faint = self.run(FAINT)
+            assert not faint, f"{'dark' if dark else 'light'}: {faint}"
             papers.add((dark, self.run("return getComputedStyle(document.body).backgroundColor")))
         assert len({paper for _, paper in papers}) == len(papers) == 2, "a light and a dark one"
         html = self.run("return document.documentElement.outerHTML.replace(/data:image[^\"]*/g, '')")

@@ -120,6 +120,7 @@ def test_a_page_is_sound_at_every_size_and_small(browser, run_of, kind):
     assert len(browser.find(".plot canvas")) == len(browser.find(".plot")) >= 2, "every chart is drawn"
     said = text_of(browser)
     assert "Next:" in said
+    assert kind != "frozen" or "--trunk frozen) is as good" not in said, "that is what was done"
     assert not [word for word in ("over_probe", "knn_accuracy", "majority_accuracy") if word in said], (
         "names for people"
     )
