@@ -57,8 +57,8 @@ def load(
 
     Returns:
         A module that takes images (B, 3, H, W) in the checkpoint's own convention. It has `.card`,
-        `.report` (what became of every tensor) and `.preprocess`, which turns one RGB image (PIL,
-        a uint8 array (H, W, 3), or a uint8 tensor (3, H, W)) into that convention.
+        `.report` (what became of every tensor) and `.preprocess`. `.preprocess` turns one RGB image
+        (PIL, a uint8 array (H, W, 3), or a uint8 tensor (3, H, W)) into that convention.
     """
     from finetune_mile.checkpoints.loading import load_public  # late: torch takes seconds to import
 

@@ -125,9 +125,9 @@ def train(
     """Train, as `finetune-mile train` does, and return the finished run.
 
     Args:
-        data: text as for `--data`; a `datasets.Dataset` or `DatasetDict` with an image and a label column; a torch
-            `Dataset` of (PIL image, int), or a dict of them (train, val, test); or two lists, (paths, labels). Without
-            validation images of its own, a fifth of each class is held out.
+        data: text as for `--data`; or a `datasets.Dataset` or `DatasetDict` with an image and a label column. It can
+            also be a torch `Dataset` of (PIL image, int), a dict of them (train, val, test), or two lists,
+            (paths, labels). Without validation images of its own, a fifth of each class is held out.
         init: text as for `--init`, or a module that turns images (B, 3, H, W) into features (B, D) and has
             `num_features`. A module is copied, and not changed.
         method: as for `--method`: mile, softmax, sigmoid, ...
@@ -178,8 +178,8 @@ def embed(init: Network, data: Images, **flags: Any) -> dict[Split, dict[str, An
         flags: of the command, such as `out`, `size`, `batch_size`.
 
     Returns:
-        For `train` and `val`: `ids` (N names), `labels` (N lists of class names) and `features`, an array (N, D) that
-        is read from disk when it is used. A row of NaN is an image that could not be read.
+        For `train` and `val`: `ids` (N names), `labels` (N lists of class names) and `features`, an array (N, D). The
+        array is read from disk when it is used. A row of NaN is an image that could not be read.
     """
     with named(init, data) as (init_name, data_name):
         options = embedding.build_parser().fill({"init": init_name, "data": data_name, **flags})

@@ -112,8 +112,8 @@ def commands():
     parts = ["# Commands\n\nEvery verb, with what `--help` prints. `finetune-mile train` is `finetune-mile run`.\n\n"]
     parts.append(table(("verb", "what it does"), [(f"[{verb}](#{verb})", does) for verb, (_, does) in VERBS.items()]))
     parts.append(
-        "\nExit codes: 0 fine. 1: the check or the run failed. 2: the command or its input was wrong. "
-        "130 or 143: stopped by a signal.\n"
+        "\nExit codes:\n\n- 0: fine\n- 1: the check or the run failed\n- 2: the command or its input was wrong\n"
+        "- 130 or 143: stopped by a signal\n"
     )
     for verb in VERBS:
         parts.append(f"\n## {verb}\n\n```text\n{help_of([verb])}```\n")

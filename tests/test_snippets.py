@@ -45,6 +45,9 @@ NOT_EXECUTED = {
     "ruff": "see .ci/run",
     "mypy": "see .ci/run",
     "lint-imports": "see tests/test_house.py",
+    "python -m tests.faults.strangers": "takes minutes; tests/faults has short forms",
+    "python tests/faults/": "the same",
+    "FINETUNE_MILE_FUZZ_SECONDS": "the same",
     "export IMAGENET_DIR": "the tree of these tests is in another place",
     "finetune-mile probe --init moco.pth.tar --init timm:": "needs the network, for timm's weights",
     "accelerate launch --config_file recipes/launch/": "needs GPUs, or several machines",
@@ -182,6 +185,7 @@ def test_python_of_documents_is_executed_by_a_test():
 
 # Documents whose commands are executed by a test of their own.
 ELSEWHERE = {
+    "docs/audit.md": "tests/commands/test_audit_command.py",
     "docs/predict.md": "tests/commands/test_predict.py",
     "docs/export.md": "tests/commands/test_export.py",
     "docs/start.md": "tests/test_snippets.py",

@@ -68,8 +68,9 @@ finetune-mile run --init 'trained_models/byol/1a2b/byol-1a2b-ep=399.ckpt' --reci
 
 ## On top of VISSL weights
 
-Each ResNet of VISSL's MODEL_ZOO.md has a card, which fetches the file (DeepCluster-v2 and the widest SwAV under
-the names of SwAV's own list, `deepclusterv2*` and `swav-w5`); a file of your own works as well:
+Each ResNet of VISSL's MODEL_ZOO.md has a card, which fetches the file. DeepCluster-v2 and the widest
+SwAV have the names of SwAV's own list, `deepclusterv2*` and `swav-w5`. A file of your own works as
+well:
 
 ```bash
 finetune-mile run --init vissl-swav-800ep --fraction 0.01
@@ -119,24 +120,25 @@ adds the accuracies that it measured to the record ([imagenet.md](imagenet.md)).
   Where nothing tells, the load stops and prints the ways to type. SimCLR-v2's EMA copy is
   `--init simclrv2-sk1::ema_model`. A part that is picked keeps the format of the complete file: its
   padding, its input and its stem.
-- **Whose file it is**: `--format solo-learn` (or `FILE::solo-learn`, or `load(..., format=)`) gives a
-  file that format's conventions where it does not show them, such as an extracted backbone.
+- **Whose file it is**: some files do not show the conventions of their format, such as an extracted
+  backbone. `--format solo-learn` names the format; so do `FILE::solo-learn` and `load(..., format=)`.
 - **What is assumed**: a file that has nothing but the names of a network is read as torchvision's (or
-  timm's) network. The load report lists what no tensor shows, with the flag to say otherwise: stride
-  in the 3x3 (`-v1`: in the 1x1), max-pooling after a 7x7 stem (`-nopool`) and none after a 3x3 stem
-  (`-pool`), ReLU, epsilon 1e-5 in the batch norms, no anti-aliasing, no dilation.
-  `finetune-mile weights check FILE` shows it.
+  timm's) network. The load report lists what no tensor shows, with the flag to say otherwise. The
+  loader assumes stride in the 3x3 (`-v1`: in the 1x1), max-pooling after a 7x7 stem (`-nopool`) and
+  none after a 3x3 stem (`-pool`). It also assumes ReLU, epsilon 1e-5 in the batch norms, no
+  anti-aliasing and no dilation. `finetune-mile weights check FILE` shows it.
 - **Parts inside a backbone that we do not know**, such as attention modules, stop the load: without
   them the features would be wrong. Modules beside it (heads, queues, copies) are dropped.
 - **Objects beside the weights** (settings with `functools.partial`, metrics, generators) stay inert: no
   file runs code. A file that calls a function which could act is refused. TorchScript is refused with
   the line that saves its weights.
-- **Pickles** (`.pth`, `.pt`, `.ckpt`, `.pkl`) are read in a separate process, which imports nothing that
-  the file names. It describes the tensors; the command then maps them from the file. The process may
-  use 256 MB of memory and 8 times the size of the pickle, and 4 seconds of processor time and one more
-  for each 16 MB. A file that needs more is refused. These limits are complete on Linux. macOS limits the
-  time but not the memory. Windows has neither: there the process is stopped after a minute (more for a
-  large pickle). safetensors and TensorFlow files hold no pickle and are read without a second process.
+- **Pickles** (`.pth`, `.pt`, `.ckpt`, `.pkl`) are read in a separate process, which imports nothing
+  that the file names. It describes the tensors; the command then maps them from the file. The process
+  may use 256 MB of memory and 8 times the size of the pickle. It may take 4 seconds of processor time
+  and one more for each 16 MB. A file that needs more is refused. These limits are complete on Linux.
+  macOS limits the time but not the memory. Windows has neither: there the process is stopped after a
+  minute (more for a large pickle). Files of safetensors and TensorFlow hold no pickle and are read
+  without a second process.
 - **Names** are bounded in every kind of file: 50,000 tensors, 1,000 letters for each name with its path,
   16 MB for all. What else a file's names, shapes or config make our code raise is told in one sentence
   ([SECURITY.md](../SECURITY.md)).
@@ -148,20 +150,21 @@ adds the accuracies that it measured to the record ([imagenet.md](imagenet.md)).
   classes and `.predict("photo.jpg")`; `finetune_mile.load(RUN, num_classes=C)` does not, and warns.
   `finetune-mile weights convert RUN OUT` (also `--to timm`) keeps it; `--drop-head` leaves it out.
   The classifier of another file is left out unless `--keep-head NAME` asks for it.
-- **Padding** has no tensors, so a wrong choice loads without a complaint and shifts every feature.
-  It comes with the format: `torch` symmetric; `tf` SimCLR (SAME pooling); `same` haiku (SAME
-  everywhere); `port` the PyTorch port of SimCLR-v2 as the published MILe code runs it.
-- **A 3x3 stem** has padding 1 in most code and padding 2 in solo-learn. solo-learn's own files are
-  recognised, except those from before April 2022 without a momentum copy. Where a file does not tell
-  (such a file, an extracted backbone, your own module with `backbone` and `classifier`), the load
-  stops and asks: `--arch resnet18-cifar` is padding 1, `--arch resnet18-cifar2` is padding 2. In
-  Python it is `finetune_mile.load(FILE, arch=...)`; with `--model` and `--teacher`, append it to the
-  file, `FILE::resnet18-cifar`.
-- **Other things that no tensor shows** are part of the network's name, so that exports keep them:
-  `resnet18-nopool` has no max-pooling after a 7x7 stem (lightning-bolts on STL-10), `-norelu` no ReLU
-  after `bn1` (a Sequential of the children of lightly's ResNetGenerator),
-  `timm:vit_small_patch16_224:heads=12` another number of attention heads than timm's (MoCo-v3). They
-  are read from the file where it tells, and can be given with `--arch`.
+- **Padding** has no tensors, so a wrong choice loads without a complaint and shifts every feature. It
+  comes with the format. `torch` is symmetric, `tf` is SimCLR's (SAME pooling), `same` is haiku's
+  (SAME everywhere). `port` is that of the PyTorch port of SimCLR-v2 as the published MILe code runs
+  it.
+- **A 3x3 stem** has padding 1 in most code and padding 2 in solo-learn. The files of solo-learn
+  itself are recognised, except those from before April 2022 without a momentum copy. The load stops
+  and asks where a file does not tell: such a file, an extracted backbone, your own module with
+  `backbone` and `classifier`. `--arch resnet18-cifar` is padding 1, `--arch resnet18-cifar2` is
+  padding 2. In Python it is `finetune_mile.load(FILE, arch=...)`; with `--model` and `--teacher`,
+  append it to the file, `FILE::resnet18-cifar`.
+- **Other things that no tensor shows** are part of the network's name, so that exports keep them.
+  `resnet18-nopool` has no max-pooling after a 7x7 stem (lightning-bolts on STL-10). `-norelu` has no
+  ReLU after `bn1` (a Sequential of the children of lightly's ResNetGenerator).
+  `timm:vit_small_patch16_224:heads=12` has another number of attention heads than timm's (MoCo-v3).
+  They are read from the file where it tells, and can be given with `--arch`.
 - **Vision transformers, ConvNeXt, Swin, transformers' folders and shards**: docs/vits.md.
 - Infinite or undefined numbers in any tensor that is loaded, and negative variances, stop the load.
 - Our own exports carry all this in the header of `model.safetensors`.
@@ -177,21 +180,21 @@ largest feature; the bound is 1e-4.
 _REWRITTEN = """\
 ## Measured: the same weights in formats whose own files were not at hand
 
-Written by our tests (`tests/checkpoints/rewriting.py`) after the formats' sources, with the weights
-of the files above and the features of their upstream networks; where only one size is given, with
-torchvision's or timm's own network as the reference. This measures our adapter against our reading
-of the format, not against a file of the upstream.
+Our tests (`tests/checkpoints/rewriting.py`) wrote these files after the formats' sources. They used
+the weights of the files above and the features of their upstream networks. Where only one size is
+given, torchvision's or timm's own network is the reference. This measures our adapter against our
+reading of the format, not against a file of the upstream.
 """
 
 
 _SAMPLES = """\
 ## Measured: what becomes of files that upstream's code wrote
 
-Each sample is a small description of a file, with the features that upstream's own network gives.
-*exact*: the largest difference is below 1e-4 of the largest feature, and no plausible misreading is near.
-*asks*: the load stops, and every way that its message prints was executed. The features of
-`timm_resnetaa50` and `timm_resnetblur50` are wrong without `--arch`: nothing in their flat files shows
-anti-aliasing, and the load report says that none is assumed.
+Each sample is a small description of a file, with the features that upstream's own network gives. A
+sample is *exact* if the largest difference is below 1e-4 of the largest feature, and no plausible
+misreading is near. For one that *asks*, the load stops, and every way that its message prints was
+executed. The features of `timm_resnetaa50` and `timm_resnetblur50` are wrong without `--arch`.
+Nothing in their flat files shows anti-aliasing, and the load report says that none is assumed.
 """
 BEGIN, END = "<!-- samples: python -m tests.checkpoints.upstream -->\n", "<!-- end of samples -->\n"
 

@@ -73,8 +73,9 @@ class ImageClassifier(nn.Module, ModelHubMixin):
         Probabilities are softmax or sigmoid, as the network was trained. Where no names are known, classes are "0", ...
 
         Args:
-            images: a path, a PIL image, an array uint8 (H, W, 3) or (H, W), a tensor uint8 (3, H, W); or a list of
-                them, or an array or tensor with one more dimension in front. Lists are processed in batches.
+            images: a path, a PIL image, an array uint8 (H, W, 3) or (H, W), or a tensor uint8 (3, H, W). Several
+                images are a list of these, or an array or tensor with one more dimension in front. Lists are
+                processed in batches.
         """
         if getattr(images, "ndim", 0) == 4:
             images = list(cast("Sequence[Picture]", images))

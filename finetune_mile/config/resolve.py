@@ -239,7 +239,8 @@ def second_stage(recipe: Recipe) -> Recipe | None:
     then = dict(recipe.then or {})
     if then.get("steps") is not None:  # from --set: instead of the recipe's epochs
         then.pop("epochs", None)
-    settings = merged(_without_length(recipe.model_dump(mode="json"), then, LENGTHS), then) | {"then": None}
+    alone = {"then": None, "teacher": then.get("teacher")}  # a --teacher is of the first stage
+    settings = merged(_without_length(recipe.model_dump(mode="json"), then, LENGTHS), then) | alone
     block = BLOCKS_WITH_DEFAULTS.get(str(settings["method"]))
     if block is not None and settings[block] is None:
         settings[block] = {}

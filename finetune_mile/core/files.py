@@ -15,6 +15,7 @@ import shutil
 import signal
 import stat
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from io import RawIOBase
 from pathlib import Path
@@ -148,7 +149,15 @@ def writing(path: Path, needed: int | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_file(path: Path, needed: int | None = None) -> Iterator[Path]:
-    """A temporary path that becomes `path`, flushed to disk, if the block ends well; else nothing is left of it."""
+    """A temporary path that becomes `path`, flushed to disk, if the block ends well; else nothing is left of it.
+
+    A device or a pipe, such as /dev/null, is not replaced: it is written into.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        with tempfile.TemporaryDirectory() as place:
+            yield (part := Path(place) / "part")
+            path.write_bytes(part.read_bytes())
+        return
     part = path.with_name(f".{path.name}.part")
     try:
         with writing(path, needed):

@@ -107,7 +107,7 @@ def train_second(
     inside = open_inside(then, device, folder, SECOND)
     if device.accelerator.is_main_process:
         sys.stderr.write(f"then    {about_second(then)}\n")
-    model = dataclasses.replace(model, network=network, learner=network)
+    model = dataclasses.replace(model, network=network, learner=network, teacher=None)  # its teacher is its own
     return train_phases(then, model, device, inside, after=after / computing(then.recipe))[0]
 
 

@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
-from shortcuts import COLOURS, refused, tinted, tinted_photos
+from shortcuts import COLOURS, ROOT, refused, tinted, tinted_photos
+from snippets import run_shell
 
 from finetune_mile.api import Run
 from finetune_mile.cli import main
@@ -295,3 +296,25 @@ def test_a_run_is_audited_on_its_data_and_its_own_accuracy_is_given(photos, tmp_
     assert main(["audit", str(out), "--workers", "0"]) == 0
     assert str(out / "audit/audit.html") in capsys.readouterr().out
     assert len(pq.read_table(out / "audit/audit.parquet")) > 0
+
+
+@pytest.mark.slow
+def test_the_document(photos, audited, own_cache, tmp_path, monkeypatch):
+    (tmp_path / "photos").symlink_to(photos)
+    write_ticks(tmp_path / "ticks.csv", audited, FIXED, GONE)
+    monkeypatch.chdir(tmp_path)
+    short = [*LITTLE[:4], "--set=workers=0", "--steps", "4", "--set=mile.k_t=1", "--set=mile.k_s=1"]
+    assert main(["run", "--data", "folder:photos", *short, "--out", "runs/mine"]) == 0
+
+    def shorter(words):
+        return (
+            short
+            if words[1] == "run"
+            else []
+            if "--apply" in words
+            else [*LITTLE[2:], *LITTLE[:2] * ("--init" in words)]
+        )
+
+    done = run_shell(ROOT / "docs/audit.md", monkeypatch, shorter)
+    assert {line: code for line, (code, _) in done.items() if code} == {}
+    assert len(done) == 5

@@ -137,6 +137,16 @@ def test_other_methods_and_a_refit_have_it_too(run_photos, flags):
     assert (first, loss) in (("softmax", "cross_entropy"), ("sigmoid", "bce"))
 
 
+@pytest.mark.slow
+def test_a_teacher_is_of_the_first_stage_alone(run_photos):
+    teacher = run_photos("teacher", "--recipe", "scratch", "--init", "none", "--arch", "resnet-mini", more=False)
+    distill = ["--method", "distill", "--teacher", str(teacher), "--keep", "last"]
+    one = run_photos("one", *distill, "--set", "then.steps=4")
+    first = run_photos("first", *distill, more=False)
+    method = ["--set", "averaged_teacher.loss=cross_entropy"]
+    assert same(one, run_photos("second", "--recipe", "unlabelled", "--init", str(first), "--steps", "4", *method))
+
+
 def test_what_is_wrong_with_it_is_told_before_any_work():
     flags = {"data": "folder:x", "init": "simclr-demo"}
     with refused("then: ", "averaged_teacher.confidence 2"):

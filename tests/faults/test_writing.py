@@ -6,11 +6,14 @@ These are forks of a process without torch, so that every event of every kind is
 import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 
 import pytest
 from lab import COMPILER, HERE, ROOT
+
+from finetune_mile.core.files import write_whole
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs Linux and a C compiler, to break calls of the system")
 
@@ -140,3 +143,17 @@ def test_a_folder_with_something_else_in_it_is_refused_and_stays(tmp_path):
     (tmp_path / "theirs.txt").touch()
     with pytest.raises(Problem, match="already exists"):
         check_empty(tmp_path, "--out")
+
+
+def test_a_device_is_written_into_and_not_replaced(tmp_path):
+    """As root `--json /dev/null` made a regular file of it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(pipe, "content")
+        assert os.read(reader, 100) == b"content"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
+    assert [*tmp_path.iterdir()] == [pipe]

@@ -34,7 +34,7 @@ def test_a_committed_ledger_is_recomputed_to_the_byte(folder):
 
 
 def test_a_ledger_is_few_files():
-    assert len(LEDGERS) == len(TABLES) == 8
+    assert len(LEDGERS) == len(TABLES) == 9
     for folder in LEDGERS:
         tracked = subprocess.check_output(["git", "ls-files", "."], cwd=folder, text=True).split()
         assert set(tracked) <= {"ledger.md", "plot.png", "prices.json", "runs.jsonl"}

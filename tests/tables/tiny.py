@@ -19,7 +19,10 @@ TINY = {
             "columns": {"10 %": {"fraction": 0.1}, "100 %": {"fraction": 1.0}},
             "rows": {
                 "sigmoid": {
-                    "settings": {"method": "sigmoid", "optimizer.name": "relative", "optimizer.lr": "auto"},
+                    "settings": {
+                        "method": "sigmoid", "optimizer.name": "relative", "optimizer.lr": "auto",
+                        "optimizer.nesterov": False, "optimizer.head_lr": None,
+                    },
                     "only": ["10 %"],
                     "note": "one long interaction",
                 },
