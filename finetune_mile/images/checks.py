@@ -190,7 +190,7 @@ def report(data: Data, splits: Mapping[str, Findings], copies: Sequence[Copy]) -
         exact = [copy for copy in within if copy.exact]
         yield from section(f"exact copies within {split}, with the same labels", exact)
         if len(within) > len(exact):
-            near = f"{len(within) - len(exact):,}; --list FILE names them"
+            near = f"{len(within) - len(exact):,}, named only in the file of --list"
             yield f"near-duplicates within {split}, with the same labels: {near}"
     for one, two in itertools.combinations(splits, 2):
         yield from _shared(one, splits[one], two, splits[two])

@@ -172,12 +172,13 @@ class Summary(NamedTuple):
     advice: str  # what to do next
 
 
-def verdict(results: Mapping[str, float], warning: str | None) -> Summary | None:
+def verdict(results: Mapping[str, float], warning: str | None, *, frozen: bool = False) -> Summary | None:
     """What the score of a run means, and what to do next; None where it has no score.
 
     Args:
         results: of results.json.
         warning: the sentence that the run ended with.
+        frozen: only a classifier was trained.
     """
     key = score_of(results)
     if key is None:
@@ -219,8 +220,8 @@ def verdict(results: Mapping[str, float], warning: str | None) -> Summary | None
         "level",
         f"{what}, no clear difference to the probe.",
         f"{beside[0].upper()}{beside[1:]}. "
-        "A frozen trunk (--trunk frozen) is as good and takes a fraction of the time. More labelled photos, "
-        "a better checkpoint (--init) or more pixels (--size) help more than more steps.",
+        + ("" if frozen else "A frozen trunk (--trunk frozen) is as good and takes a fraction of the time. ")
+        + "More labelled photos, a better checkpoint (--init) or more pixels (--size) help more than more steps.",
     )
 
 

@@ -87,7 +87,8 @@ def write_audit_page(
                 part.write_text(f"rows({as_script([packed(row) for row in rows[start:end]])});\n", encoding="utf-8")
     page = {
         "classes": facts["classes"], "kinds": kinds, "splits": splits, "several": facts["several"], "prefix": prefix,
-        "counts": facts["counts"], "about": facts["about"], "files": files[1:], "first": len(files),
+        "counts": facts["counts"], "shown": {kind: sum(row["kind"] == kind for row in rows) for kind in kinds},
+        "about": facts["about"], "files": files[1:], "first": len(files),
         "audit": str(out.resolve()), "store": f"finetune-mile-audit {facts['request']['labels'][:24]}",
     }  # fmt: skip
     script = TEMPLATES.loader.get_source(TEMPLATES, "audit.js")[0] if TEMPLATES.loader else ""

@@ -110,7 +110,7 @@ def report_values(task: Task, scored: Scored, folder: RunFolder) -> dict[str, An
     own = float(threshold.mean()) if isinstance(threshold, Tensor) else threshold
     values = {
         **about_run(task, folder),
-        "verdict": verdict(results, scored.warning),
+        "verdict": verdict(results, scored.warning, frozen=recipe.trunk == "frozen"),
         "scores": score_rows(results),
         "notes": [note for note in [*scored.notes, *unread] if "_" not in note],
         "keys": [note for note in [*scored.notes, *unread] if "_" in note],  # about keys of results.json

@@ -210,8 +210,13 @@ def say_audit(facts: Mapping[str, Any]) -> list[str]:
         every, without = scores["all"], scores["without"]
         said.append(
             f"Validation accuracy of {names[name]}: {every['accuracy']:.1f} % (95 % interval {every['low']:.1f} to "
-            f"{every['high']:.1f}) on {every['photos']:,} photos. Without the doubtful labels it is "
-            f"{without['accuracy']:.1f} %, which is too high: some of those are hard photos with right labels."
+            f"{every['high']:.1f}) on {every['photos']:,} photos."
+            + (
+                f" Without the doubtful labels it is {without['accuracy']:.1f} %, which is too high: some of those are "
+                "hard photos with right labels."
+                if doubtful["val"]
+                else ""
+            )
         )
     if facts["unread"]:
         said.append(f"{facts['unread']:,} photos could not be read and are left out.")

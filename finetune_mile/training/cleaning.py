@@ -90,7 +90,10 @@ def apply_ticks(ticks: Path, out: Path) -> dict[str, Any]:
         raise Problem(f"{ticks}: fewer than two classes would be left; change some ticks")
     data_text = write_csv(out, photos) if out.suffix == ".csv" else write_folder(out, photos)
     left = say_left(folder, facts, read)
-    summary = {"data": data_text, "audit": str(folder), "ticks": len(read), **changes, "photos": len(photos), **left}
+    summary = {
+        "data": data_text, "init": facts["request"]["init"], "audit": str(folder), "ticks": len(read), **changes,
+        "photos": len(photos), **left,
+    }  # fmt: skip
     if out.suffix != ".csv":
         write_json(out / SUMMARY, summary)
     return summary
@@ -175,7 +178,7 @@ def say_left(folder: Path, facts: dict[str, Any], ticks: Sequence[Tick]) -> dict
     left, low, high = errors_left(known, errors, others[:, 0], others[:, 1])
     wrong, expected = int(errors.sum()), float(known.sum())
     sentence = (
-        f"Of {len(judged):,} judged labels {wrong:,} were wrong; {expected:.0f} were expected. About {left:.0f} wrong "
+        f"Judged labels: {len(judged):,}; wrong: {wrong:,}, expected {expected:.0f}. About {left:.0f} wrong "
         f"labels are left among the other {facts['labels'] - len(judged):,} (95 % interval {low:.0f} to {high:.0f}). "
         "With wrong labels between similar classes the number is nearer to the upper end."
     )
@@ -290,7 +293,7 @@ def _ending(content: bytes) -> str:
 def say_clean(summary: dict[str, Any]) -> str:
     """What the command prints."""
     return (
-        f"{summary['relabelled']:,} photos have other labels, {summary['left_out']:,} are left out, "
-        f"{summary['photos']:,} are in the corrected data.\n{summary['sentence']}\n"
-        f"Next:  finetune-mile run --data {shlex.quote(summary['data'])}\n"
+        f"Photos with other labels: {summary['relabelled']:,}; left out: {summary['left_out']:,}; "
+        f"in the corrected data: {summary['photos']:,}.\n{summary['sentence']}\n"
+        f"Next:  {shlex.join(['finetune-mile', 'run', '--init', summary['init'], '--data', summary['data']])}\n"
     )

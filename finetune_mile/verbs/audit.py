@@ -96,6 +96,6 @@ def show(facts: dict[str, Any], folder: Path) -> None:
     sys.stdout.write("".join(f"{sentence}\n" for sentence in [*facts["sentences"], *facts["notes"]]))
     counts = facts["counts"]
     sys.stdout.write(
-        f"\nListed: {counts['wrong']:,} labels that may be wrong, {counts['missing']:,} that may be missing, "
-        f"{counts['duplicate']:,} duplicates, {counts['outlier']:,} outliers.\n{folder / 'audit.html'}\n"
+        f"\nListed: labels that may be wrong {counts['wrong']:,}, that may be missing {counts['missing']:,}, "
+        f"duplicates {counts['duplicate']:,}, outliers {counts['outlier']:,}.\n{folder / 'audit.html'}\n"
     )

@@ -19,7 +19,7 @@ from finetune_mile.compute.passes import Outputs
 from finetune_mile.images.sets import Data, ImageSet
 from finetune_mile.images.sources import load_data
 from finetune_mile.images.splits import label_names
-from finetune_mile.training.auditing import quoted, unquoted
+from finetune_mile.training.auditing import quoted, say_audit, unquoted
 from finetune_mile.training.cleaning import TICKED, apply_ticks
 from finetune_mile.training.findings import Photos, find_all
 
@@ -93,6 +93,9 @@ def test_validation_labels_count_and_accuracy_is_given_twice(audited):
     low, high = facts["shares"]["wrong"][1:]
     assert low <= 9 / 93 <= high
     assert any("Doubtful labels" in sentence for sentence in facts["sentences"])
+    assert "Without the doubtful labels" in " ".join(facts["sentences"])
+    facts["doubtful"]["val"] = 0
+    assert "Without the doubtful labels" not in " ".join(say_audit(facts)), "nothing was left out"
 
 
 def test_the_same_command_again_says_so_and_another_one_is_refused(photos, audited, own_cache, capsys, tmp_path):
@@ -162,7 +165,7 @@ def test_ticks_become_links_in_a_folder_and_the_originals_stay(photos, audited, 
     data = load_data(str(out))
     assert (len(data.train), len(data.val)) == (62, 30)
     said = capsys.readouterr().out
-    assert f"folder:{out}" in said
+    assert f"Next:  finetune-mile run --init simclr-demo --data folder:{out}\n" in said, "a command that runs"
     summary = json.loads((out / "clean.json").read_text())
     assert (summary["relabelled"], summary["left_out"], summary["judged"], summary["wrong"]) == (1, 1, 2, 1)
     assert summary["left_low"] <= summary["left"] <= summary["left_high"]

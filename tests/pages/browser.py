@@ -12,6 +12,24 @@ FLAGS = (
 )  # fmt: skip
 PATIENCE = 60  # seconds
 HEIGHTS = {390: 844}  # of a window of this width; else 900
+VIEWS = ((1280, False), (1280, True), (390, True), (390, False))  # width, dark
+MARKUP = "<img src=x onerror=hacked=1>"  # of a class, and of a file
+MOST = 400_000  # bytes of a page beside its photos
+FAINT = """
+const rgb = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return n.length < 4 ? [...n, 1] : n; };
+const light = (c) => {
+  const [r, g, b] = c.map((v) => (v / 255 <= .04045 ? v / 3294.6 : ((v / 255 + .055) / 1.055) ** 2.4));
+  return .2126 * r + .7152 * g + .0722 * b; };
+const behind = (e) => { if (!e) return [255, 255, 255];
+  const [r, g, b, a] = rgb(getComputedStyle(e).backgroundColor), under = a < 1 ? behind(e.parentElement) : [0, 0, 0];
+  return [r, g, b].map((v, i) => a * v + (1 - a) * under[i]); };
+return [...document.querySelectorAll("body *")].filter((e) => {
+  const text = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+  if (!e.checkVisibility() || e.disabled || !text) return false;
+  const [a, b] = [light(rgb(getComputedStyle(e).color).slice(0, 3)), light(behind(e))].sort((x, y) => y - x);
+  return (a + .05) / (b + .05) < 4.5;
+}).map((e) => e.tagName + " " + e.className + ": " + e.textContent.trim().slice(0, 40));
+"""  # elements whose text has less contrast than WCAG AA asks for
 
 
 class Browser:
@@ -93,6 +111,26 @@ class Browser:
     def fits(self):
         """No part of the page is wider than the window."""
         return self.run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+    def is_sound(self):
+        """Nothing failed, nothing was asked for outside, and no name of a class or file ran as markup."""
+        assert not self.errors, self._errors
+        assert not self.outside, self._requests
+        assert self.run("return window.hacked === undefined && !document.querySelector('img[src=x]')")
+
+    def is_sound_everywhere(self, page):
+        """The page is sound and fits on a screen and a phone, light and dark, and is small beside its photos."""
+        papers = set()
+        for width, dark in VIEWS:
+            self.open(page, width=width, dark=dark)
+            assert self.fits(), f"{page} at {width}"
+            self.is_sound()
+            faint = self.run(FAINT)
+            assert not faint, f"{'dark' if dark else 'light'}: {faint}"
+            papers.add((dark, self.run("return getComputedStyle(document.body).backgroundColor")))
+        assert len({paper for _, paper in papers}) == len(papers) == 2, "a light and a dark one"
+        html = self.run("return document.documentElement.outerHTML.replace(/data:image[^\"]*/g, '')")
+        assert len(html.encode()) < MOST
 
     def shot(self, path):
         """A picture of what the window shows."""

@@ -193,19 +193,14 @@ def test_export_and_import_give_the_same_ticks(opened, page):
 
 
 def test_it_fits_a_phone_in_light_and_dark(browser, page):
-    for dark in (False, True):
-        browser.open(page, width=390, dark=dark)
-        assert browser.fits()
-        assert len(cards(browser)) == 24
-        paper = browser.run("return getComputedStyle(document.body).backgroundColor")
-        assert (paper == "rgb(255, 255, 255)") != dark
-    assert browser.errors == []
+    browser.is_sound_everywhere(page)
+    assert len(cards(browser)) == 24
 
 
 def test_a_large_audit_opens_at_once(browser, tmp_path):
-    """20,000 rows, 1,000 classes: what is read before the first photos is small, and the rest comes behind it."""
+    """50,000 photos, 1,000 classes: what is read before the first photos is small, and 20,000 come behind it."""
     names = [f"class {i}" for i in range(1000)]
-    rows = [row(i % PHOTOS, given=(names[i % 1000],), suggested=(names[(i * 7) % 1000],)) for i in range(20_000)]
+    rows = [row(i % PHOTOS, given=(names[i % 1000],), suggested=(names[(i * 7) % 1000],)) for i in range(50_000)]
     page = make(tmp_path / "audit", rows, classes=names)
     browser.driver.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
     browser.open(page)
@@ -218,6 +213,7 @@ def test_a_large_audit_opens_at_once(browser, tmp_path):
     assert sum(path.stat().st_size for path in first) < 300_000
     browser.wait(lambda: browser.run("return all.length") == 20_000)
     browser.wait(lambda: browser.find("#where")[0].text == "1 to 24 of 20,000")
+    assert "the first 20,000 of 50,000. audit.csv has all" in browser.find("#about")[0].text
     choose(browser, "given", "999")
     assert browser.find("#where")[0].text == "1 to 20 of 20"
     assert (browser.errors, browser.outside) == ([], [])

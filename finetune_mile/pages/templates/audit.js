@@ -219,7 +219,7 @@ function panels() {
     for (const suggested of classes) {
       const count = pairs.get(`${given},${suggested}`) || 0, cell = make("td", count ? String(count) : "");
       if (count) {
-        cell.style.background = `rgba(var(--heat), ${(0.12 + 0.7 * Math.sqrt(count / most)).toFixed(2)})`;
+        cell.style.background = `rgba(var(--heat), ${(0.12 + 0.38 * Math.sqrt(count / most)).toFixed(2)})`;
         cell.title = `${NAMES[given]} → ${NAMES[suggested]}: ${count}`;
         cell.onclick = () => pick(given, suggested);
       }
@@ -310,7 +310,9 @@ function tabs() {
     button.onclick = () => { kind = name; tabs(); panels(); choose(); };
     return button;
   }));
-  $("about").textContent = ABOUT[kind] + (FACTS.about[kind] ? " " + FACTS.about[kind] : "");
+  const [here, listed] = [FACTS.shown[kind], FACTS.counts[kind]];
+  const cut = here < listed ? `This page has the first ${here.toLocaleString()} of ${listed.toLocaleString()}. audit.csv has all.` : "";
+  $("about").textContent = [ABOUT[kind], FACTS.about[kind], cut].filter(Boolean).join(" ");
 }
 
 function press(event) {
