@@ -101,7 +101,7 @@ def test_methods_are_compared_with_fewer_seeds_where_the_time_is_short(photos, q
     assert main(["quickstart", str(photos), "--minutes", "0.05", "--out", str(quick), *LITTLE]) == 0
     assert "methods are compared with 1 of 3 seeds" in capsys.readouterr().err
     assert {len(row["seeds"]) for row in facts_of(quick)["rows"]} == {1}
-    assert "methods with 1 seeds" in words_of(page_of(quick))
+    assert "methods with 1 seed." in words_of(page_of(quick))
 
 
 def test_photos_with_sets_of_labels_are_compared_by_map(photos, quick, monkeypatch, capsys):

@@ -106,7 +106,7 @@ def test_doctor_names_near_duplicates_across_splits_and_classes(folder, tmp_path
     assert "near-duplicates across train and val: 1\n  val cat/re.webp looks like train cat/1.jpg\n" in said
     assert "near-duplicates across train and test: 1\n  test cat/turned.png looks like train cat/1.jpg\n" in said
     assert "  train dog/mirror.gif (dog) looks like train cat/1.jpg (cat)\n" in said
-    assert "near-duplicates within train, with the same labels: 1;" in said
+    assert "near-duplicates within train, with the same labels: 1," in said
     assert "half.jpg" not in said
     rows = {tuple(line.split(",")[1:3]) for line in found.read_text().splitlines()}
     assert ("dog/half.jpg", "near-duplicate of train dog/2.jpg") in rows
