@@ -67,6 +67,7 @@ def run_shell(path, monkeypatch, more=lambda words: (), skip=()):
                 code = cli.main(words[1:])
             elif words[0] == "python" and words[1].endswith(".py"):
                 monkeypatch.setattr(sys, "argv", words[1:])
+                monkeypatch.syspath_prepend(str(Path(words[1]).resolve().parent))  # as python does
                 runpy.run_path(words[1], run_name="__main__")
             else:
                 path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
