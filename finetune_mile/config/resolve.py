@@ -239,8 +239,8 @@ def second_stage(recipe: Recipe) -> Recipe | None:
     then = dict(recipe.then or {})
     if then.get("steps") is not None:  # from --set: instead of the recipe's epochs
         then.pop("epochs", None)
-    alone = {"then": None, "teacher": then.get("teacher")}  # a --teacher is of the first stage
-    settings = merged(_without_length(recipe.model_dump(mode="json"), then, LENGTHS), then) | alone
+    own = {"then": None, "teacher": recipe.teacher if then.get("method", recipe.method) == recipe.method else None}
+    settings = merged(_without_length(recipe.model_dump(mode="json"), then, LENGTHS), then) | own
     block = BLOCKS_WITH_DEFAULTS.get(str(settings["method"]))
     if block is not None and settings[block] is None:
         settings[block] = {}

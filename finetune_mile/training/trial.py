@@ -107,7 +107,9 @@ def train_second(
     inside = open_inside(then, device, folder, SECOND)
     if device.accelerator.is_main_process:
         sys.stderr.write(f"then    {about_second(then)}\n")
-    model = dataclasses.replace(model, network=network, learner=network, teacher=None)  # its teacher is its own
+    model = dataclasses.replace(
+        model, network=network, learner=network, teacher=model.teacher if then.recipe.teacher else None
+    )
     return train_phases(then, model, device, inside, after=after / computing(then.recipe))[0]
 
 

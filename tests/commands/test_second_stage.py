@@ -147,6 +147,13 @@ def test_a_teacher_is_of_the_first_stage_alone(run_photos):
     assert same(one, run_photos("second", "--recipe", "unlabelled", "--init", str(first), "--steps", "4", *method))
 
 
+@pytest.mark.parametrize(("method", "teacher"), [("averaged-teacher", None), ("distill", "runs/t")])
+def test_a_teacher_from_outside_stays_where_the_second_method_takes_one(method, teacher):
+    flags = {"data": "folder:x", "init": "simclr-demo", "unlabelled": "more", "method": "distill", "teacher": "runs/t"}
+    second = second_stage(resolve(flags, [f"then.method={method}"]).recipe)
+    assert second.teacher == teacher
+
+
 def test_what_is_wrong_with_it_is_told_before_any_work():
     flags = {"data": "folder:x", "init": "simclr-demo"}
     with refused("then: ", "averaged_teacher.confidence 2"):
